@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/codecs/*.[ch])
+SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/device/*.[ch] ssdtrain/codecs/*.[ch])
 
 # Where the environment forbids it to keep bytecode, each of some hundred processes compiles torch and the frameworks anew.
 export PYTHONDONTWRITEBYTECODE =

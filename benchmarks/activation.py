@@ -169,7 +169,7 @@ def make(arguments: Any, directory: Path) -> Trial:
         if getattr(arguments, key) is not None:
             offload[key] = getattr(arguments, key)
     report = {"interval": 0 if arguments.process_peaks else 100}
-    runtime = Runtime(load_config({"offload": offload, "report": report}), device=device, logs=False)
+    runtime = Runtime(load_config({"offload": offload, "report": report}), device, logs=False)
     model = model.to(device, DTYPES[arguments.dtype])
     return Trial(model, arguments.sequence, arguments.batch, arguments.vocabulary, runtime)
 

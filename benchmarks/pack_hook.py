@@ -10,6 +10,8 @@ drive; what a store costs its I/O threads is not counted here. Figures are media
 Beside the times stands how much Python these calls run (`..._opcodes`, `..._calls` of functions), which the load of the machine
 does not change: of a save that is offloaded with the start and the end of its store, and of its use in backward (`used`) with the
 load, the release and the reuse of the slot. All I/O ends between two calls.
+
+With `--device cuda`: see `benchmarks.pack_hook_cuda`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 
 from benchmarks.common import finish, hardware, parser
 from benchmarks.opcodes import PythonCost
+from benchmarks.pack_hook_cuda import measure_cuda
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.tape import Tape
@@ -45,7 +48,7 @@ def make_runtime(size: int, directory: Path) -> Runtime:
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     # An arena with room to spare: where malloc puts tensors decides how many pages each buffer takes.
     section = {"directories": str(directory), "amount": "all", "in_flight": 64 * size, "buffer": 64 * size}
-    return Runtime(load_config({"offload": section}), device=device, logs=False)
+    return Runtime(load_config({"offload": section}), device, logs=False)
 
 
 def keep_freed_memory() -> None:
@@ -197,9 +200,21 @@ def main() -> None:
     arguments.add_argument(
         "--directory", type=Path, default=None, help="on the drive to measure; default: temporary"
     )
+    arguments.add_argument(
+        "--device",
+        choices=("cuda",),
+        default=None,
+        help="measure CPU time beside peers on this device instead",
+    )
+    arguments.add_argument("--operators", type=int, default=128, help="of a chain on that device")
+    arguments.add_argument("--ways", nargs="*", default=(), help="of that device, beside plain; default: all")
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
-        finish(measure(chosen, chosen.directory or Path(temporary)), chosen.json)
+        directory = chosen.directory or Path(temporary)
+        if chosen.device is None:
+            return finish(measure(chosen, directory), chosen.json)
+        figures = measure_cuda(chosen.size, chosen.operators, min(chosen.rounds, 25), directory, chosen.ways)
+        finish({**figures, **hardware(directory), "torch": torch.__version__}, chosen.json)
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ def measure(arguments: Any, directory: Path) -> dict[str, Any]:
     model = gpt(layers=arguments.layers, hidden=arguments.hidden, sequence=arguments.sequence).to(device)
     runtime = Runtime(
         load_config({"offload": {"directories": str(directory), "amount": arguments.amount}}),
-        device=device,
+        device,
         logs=False,
     )
     engine, store = runtime.engine, runtime.offload.store

@@ -22,11 +22,17 @@ runtime = ssdtrain.attach(model, config, features=[CountForwards()])
 ```
 
 Note: [Order of features]
-Events reach features in the order of `Runtime.features`: offloading, compressed collectives, then those given from outside, in
-the order given. Contexts of `on_forward` and `on_backward` nest in that order, offloading outermost: saved-tensor hooks that
-another feature installs take precedence over those of offloading, and their results are not offloaded. What a feature saves by
-an autograd function of its own (`ctx.save_for_backward`) is offloaded like the model's saved tensors. `detach` and `close` run
-in the reverse order.
+Events reach features in the order of `Runtime.features`, contexts of `on_forward` and `on_backward` nest in it, and `detach` and
+`close` run in the reverse order.
+
+    offloading          outermost: saved-tensor hooks that another feature installs take precedence over its own, and their
+                        results are not offloaded. What a feature saves by an autograd function of its own
+                        (`ctx.save_for_backward`) is offloaded like the model's saved tensors
+    trace, bytes by     they end where a step ends, before a plan is made there: that takes time, and may raise
+    module
+    plans               before what they turn: compressed inputs
+    collectives, compressed inputs, model state: in any order
+    features from outside and of adapters, in the order given
 """
 
 from __future__ import annotations
@@ -40,6 +46,7 @@ from torch import nn
 
 from ssdtrain import ranks
 from ssdtrain.metrics import MetricSet
+from ssdtrain.steps import Step
 
 __all__ = ["FIRST_STEPS", "UNNAMED", "Feature", "Forward", "Microbatch", "Placement", "Step"]
 
@@ -61,11 +68,15 @@ class Placement(NamedTuple):
 
     @classmethod
     def of(
-        cls, device: torch.device, rank: int | None, local_rank: int | None, local_world_size: int | None
+        cls,
+        device: torch.device | str,
+        rank: int | None = None,
+        local_rank: int | None = None,
+        local_world_size: int | None = None,
     ) -> Placement:
         """The placement of this process; what is None comes from torch.distributed and the launcher."""
         return cls(
-            device,
+            torch.device(device),
             ranks.global_rank() if rank is None else rank,
             ranks.local_rank() if local_rank is None else local_rank,
             ranks.local_world_size() if local_world_size is None else local_world_size,
@@ -90,19 +101,6 @@ class Forward(NamedTuple):
     """True if its backward follows at once, so that moving its activations would not pay."""
 
 
-class Step(NamedTuple):
-    """A finished optimizer step."""
-
-    number: int
-    """As the training loop counts, else from 1."""
-    seconds: float
-    """From its begin, or else from the end of the step before, to its end; 0.0 of a first one whose begin is not known."""
-    skipped: bool = False
-    """True if its gradients overflowed and were dropped."""
-    failed: bool = False
-    """True if an exception ends it. Other ranks may not know: a feature must not wait for them then."""
-
-
 class Feature:
     """Base class of features. Every method has a default that does nothing: override what is needed.
 
@@ -123,13 +121,11 @@ class Feature:
         """Undo what `attach` changed, on all models. Idempotent; called before `close`, and by it."""
 
     def on_step_begin(self) -> None:
-        """The optimizer has made its step, or training begins: parameters may have moved."""
+        """A step begins: the optimizer may have moved parameters. Also called after each end that the clock finds, and not before
+        the first step there."""
 
     def before_call(self, module: nn.Module, arguments: Any) -> None:
         """An attached module is called with these arguments, and its forward is about to be recorded as one."""
-
-    def before_forward(self) -> None:
-        """A forward with gradients is about to begin: no feature has recorded anything of it."""
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
         """A forward with gradients begins.
@@ -151,8 +147,21 @@ class Feature:
     def on_next_backward(self, upcoming: Sequence[Microbatch]) -> None:
         """These backwards come next, in this order. A hint: it may be missing, and schedules may change."""
 
+    def on_backward_over(self) -> None:
+        """A backward is known to be over: an optimizer is about to step, or backward has stepped optimizers itself. Not called
+        where the training loop announces its steps."""
+
     def on_step_end(self, step: Step) -> None:
-        """An optimizer step is over."""
+        """An optimizer step is over: see `ssdtrain.steps.StepClock`. Where the clock finds the end, the next forward is about to
+        begin, or the runtime closes."""
+
+    def on_unended_step(self) -> str:
+        """`UNENDED_FORWARDS` forwards have begun in one step: what is recorded of it must not fill memory.
+
+        Returns:
+            what is not done while no step ends, for a warning where none has ended so far; "" for nothing.
+        """
+        return ""
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         """The metrics since the start: (prefix of their names, "" for none; the set).

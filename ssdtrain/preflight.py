@@ -13,8 +13,6 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
-
 from ssdtrain.comm import Policy
 from ssdtrain.comm.policy import OFF, codec_of
 from ssdtrain.config import CommConfig, Config, ConfigError, ConfigIssue, OffloadConfig, ReportConfig
@@ -31,20 +29,12 @@ logger = logging.getLogger("ssdtrain")
 _DIRECTORIES = "ssdtrain.offload.directories"
 
 
-def check_start(
-    config: Config,
-    *,
-    device: torch.device | None = None,
-    rank: int | None = None,
-    local_rank: int | None = None,
-    local_world_size: int | None = None,
-) -> None:
+def check_start(config: Config, place: Placement | None = None) -> None:
     """Check that this rank can start with `config`. Does nothing if no feature is enabled.
 
     Args:
-        device: of the activations; None: unknown, skips checks that depend on it.
-        rank, local_rank: fill the placeholders of directories; None: torch.distributed's rank and the launcher's (`ranks`).
-        local_world_size: ranks that share this node's memory; None: the launcher's.
+        place: of this process; None: on an unknown device, which skips checks that depend on it, and where torch.distributed and
+            the launcher say.
 
     Raises:
         ConfigError: a directory is not writable or cannot be created; a package that a codec requires is missing; a codec does
@@ -54,9 +44,7 @@ def check_start(
     if not config.active:
         return
     problems: list[ConfigIssue] = []
-    place = Placement.of(
-        torch.device("cpu") if device is None else device, rank, local_rank, local_world_size
-    )
+    place = Placement.of("cpu") if place is None else place
     problems += _of_report(config.report, place)
     if config.offload is not None:
         problems += _of_offload(

@@ -3,7 +3,7 @@
 A training loop announces its events, and the runtime passes them to its features (`ssdtrain.features`):
 
 ```python
-runtime = Runtime(load_config({"offload": {"directories": "/nvme"}}), device=torch.device("cuda", 0))
+runtime = Runtime(load_config({"offload": {"directories": "/nvme"}}), torch.device("cuda", 0))
 runtime.register(model)                     # after the framework has wrapped it
 for step in range(steps):
     with runtime.step():
@@ -23,12 +23,12 @@ A pipeline calls `forward` and `backward` in its own order with several microbat
 from __future__ import annotations
 
 import copy
+import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,8 +36,8 @@ from torch import nn
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.feature import CompressedCollectives
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, StateConfig
-from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, Step
+from ssdtrain.config import Config
+from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement
 from ssdtrain.messages import report
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
@@ -47,12 +47,23 @@ from ssdtrain.planner.build import offload_features
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.preflight import check_start, check_state, make_directories, warn_about_drives
 from ssdtrain.state.feature import ModelState
+from ssdtrain.steps import Step, StepClock
 from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
-from ssdtrain.telemetry.recorders import open_journal, recorders
 from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
 
-__all__ = ["Runtime", "RuntimeMetrics"]
+__all__ = ["Runtime", "RuntimeMetrics", "Seams"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class Seams(NamedTuple):
+    """What tests change about a runtime."""
+
+    faults: Faults | None = None
+    """Faults of storage."""
+    staged: bool | None = None
+    """Whether CPU tensors pass through device memory and staging buffers; None: as the device needs it."""
 
 
 class Runtime:
@@ -61,23 +72,20 @@ class Runtime:
     Args:
         config: a checked config. With `enabled: false`, or without a section that enables anything and without `features`,
             every method does nothing.
-        device: where the model's activations live.
-        rank, local_rank: fill the placeholders of directories; None: torch.distributed's rank and the launcher's (`ranks`).
-        local_world_size: ranks that share this node's drives and memory; None: the launcher's.
+        place: the device where the model's activations live; or with it the position of this process in the job, which is
+            torch.distributed's rank and the launcher's (`ranks`) otherwise.
         policy: decides for each saved tensor in place of `offload.amount`, also where that is "auto". Not with a plan.
         plan_blocks: what `plan` may recompute; None: it keeps and offloads only.
         features: more features, see `ssdtrain.features`. They are closed with the runtime.
-        faults: for tests.
-        staged: move CPU tensors by the way of device memory too (tests); None: by the device.
-        timeline: record every change of activation memory, for a plot.
         logs: write log lines every `report.interval` steps; False for an adapter that writes its framework's own.
         chunked_state: the integration serves `state`: its framework leaves parameters and optimizer to torch.
+        seams: for tests.
 
     Attributes:
-        features: in the order in which events reach them.
-        offload: the one of them that offloads activations; None: not enabled.
-        engine: its engine; None: not enabled.
-        comm: the communicator of compressed collectives; None: not enabled.
+        features: in the order in which events reach them, see Note: [Order of features] in `ssdtrain.features`.
+        clock: says when a step is over.
+        offload: the feature that offloads activations; None: not enabled.
+        collectives: the feature of compressed collectives; None: not enabled.
         compact: the feature that compresses inputs of linear layers; None: not enabled.
         state: the feature that keeps the model's state in chunks, whose `optimizer` is set before `register`; None: not enabled.
 
@@ -90,80 +98,37 @@ class Runtime:
     def __init__(
         self,
         config: Config,
+        place: Placement | torch.device | str = "cpu",
         *,
-        device: torch.device | str = "cpu",
-        rank: int | None = None,
-        local_rank: int | None = None,
-        local_world_size: int | None = None,
         policy: OffloadPolicy | None = None,
         plan_blocks: PlanBlocks | None = None,
         features: Sequence[Feature] = (),
-        faults: Faults | None = None,
-        staged: bool | None = None,
-        timeline: bool = False,
         logs: bool = True,
         chunked_state: bool = False,
+        seams: Seams = Seams(),  # noqa: B008 - a tuple
     ) -> None:
-        self.config = config
-        self.device = torch.device(device)
-        place = Placement.of(self.device, rank, local_rank, local_world_size)
-        self.rank = place.rank
+        place = place if isinstance(place, Placement) else Placement.of(place)
+        self.config, self.device, self.rank = config, place.device, place.rank
         self.features: list[Feature] = []
         self.offload: ActivationOffload | None = None
-        self.engine: OffloadEngine | None = None
-        self.comm: Communicator | None = None
+        self.collectives: CompressedCollectives | None = None
         self.compact: CompactLinear | None = None
         self.state: ModelState | None = None
-        self.steps = 0
-        self._began = 0.0
+        self.clock = StepClock(self._step_over, self._backward_over, self._unended)
         self._step_seconds = 0.0
         self._undo = ExitStack()
         self._journal: Journal | None = None
-        self._recorders: list[Feature] = []
         self._closing: threading.Thread | None = None  # see Note: [Close in a finalizer]
-        self._forked = False
+        self._forked = self._warned_unended = False
         self._reports = place.rank == 0 and bool(config.report.interval)
-        check_start(config, **place._asdict())
+        check_start(config, place)
         if config.enabled and config.state is not None:
             check_state(config, chunked_state)
         if not config.enabled or not (config.active or features):
             return
         forks.track(self)
         try:
-            self._journal = open_journal(config.report, place, logs=logs)
-            collectives = CompressedCollectives.from_config(config, place)
-            if config.offload is not None:
-                directories = config.offload.expand(rank=place.rank, local_rank=place.local_rank)
-                make_directories(directories)
-                if place.local_rank == 0:
-                    warn_about_drives(config.offload, directories)
-            if config.compact is not None:
-                self.compact = CompactLinear(config.compact, place)
-            if config.offload is not None or config.plans:
-                self.features += offload_features(
-                    config,
-                    place,
-                    policy=policy,
-                    plan_blocks=plan_blocks,
-                    compact=self.compact,
-                    faults=faults,
-                    staged=staged,
-                    timeline=timeline,
-                    reports=self._reports,
-                )
-                self.offload = next(one for one in self.features if isinstance(one, ActivationOffload))
-                self.engine = self.offload.engine
-            if collectives is not None:
-                self.comm = collectives.comm
-                self.features.append(collectives)
-            if self.compact is not None:
-                self.features.append(self.compact)
-            if config.state is not None:
-                self.state = self._chunked_state(config.state, place, faults, staged)
-                self.features.append(self.state)
-            self.features += features
-            self._record(place)
-            self._check_metrics()
+            self._build(place, policy, plan_blocks, features, logs, seams)
         except BaseException:
             self._reports = False
             self.close()
@@ -171,21 +136,66 @@ class Runtime:
         if self._reports and self.features:
             report(" | ".join(text for feature in self.features if (text := feature.description())))
 
-    @staticmethod
-    def _chunked_state(
-        config: StateConfig, place: Placement, faults: Faults | None, staged: bool | None
-    ) -> ModelState:
-        directories = config.expand(rank=place.rank, local_rank=place.local_rank)
-        make_directories(directories, "ssdtrain.state.directories")
-        return ModelState(config, directories, place, faults=faults, staged=staged)
+    def _build(
+        self,
+        place: Placement,
+        policy: OffloadPolicy | None,
+        plan_blocks: PlanBlocks | None,
+        given: Sequence[Feature],
+        logs: bool,
+        seams: Seams,
+    ) -> None:
+        config, clock = self.config, self.clock
+        # 1. Parts that others are made with.
+        self._journal = Journal.open(config.report, place, logs=logs)
+        self.collectives = CompressedCollectives.from_config(config, place, clock)
+        if config.compact is not None:
+            self.compact = CompactLinear(config.compact, place, lambda: clock.steps)
+        # 2. Offloading, what records it, what plans it: see Note: [Order of features].
+        planning: list[Feature] = []
+        if config.offload is not None:
+            directories = config.offload.expand(rank=place.rank, local_rank=place.local_rank)
+            make_directories(directories)
+            if place.local_rank == 0:
+                warn_about_drives(config.offload, directories)
+        if config.offload is not None or config.plans:
+            self.offload, planning = offload_features(
+                config,
+                place,
+                policy=policy,
+                plan_blocks=plan_blocks,
+                compact=self.compact,
+                faults=seams.faults,
+                staged=seams.staged,
+                reports=self._reports,
+            )
+            self.features = [self.offload, *planning]  # closed if what follows raises
+        # 3. The rest.
+        if config.state is not None:
+            directories = config.state.expand(rank=place.rank, local_rank=place.local_rank)
+            make_directories(directories, "ssdtrain.state.directories")
+            self.state = ModelState(config.state, directories, place, **seams._asdict())
+            self.features.append(self.state)
+        others = [part for part in (self.collectives, self.compact, self.state) if part is not None]
+        if self.offload is not None or others or given:
+            journal = self._journal
+            recording = (
+                [] if journal is None else journal.recorders(config.report, place, self.engine, self.comm)
+            )
+            offloading = [] if self.offload is None else [self.offload]
+            self.features = [*offloading, *recording, *planning, *others, *given]
+            clock.watch_optimizers()
+        self._check_metrics()
 
-    def _record(self, place: Placement) -> None:
-        if self.features:
-            at = 0 if self.offload is None else 1
-            self._recorders = recorders(self.config.report, place, self._journal, self.engine, self.comm)
-            if self.offload is not None:
-                self._recorders.append(self.offload.checks)
-            self.features[at:at] = self._recorders
+    @property
+    def engine(self) -> OffloadEngine | None:
+        """The engine that offloads activations; None: not enabled."""
+        return None if self.offload is None else self.offload.engine
+
+    @property
+    def comm(self) -> Communicator | None:
+        """The communicator of compressed collectives; None: not enabled."""
+        return None if self.collectives is None else self.collectives.comm
 
     def _check_metrics(self) -> None:
         owner: dict[str, str] = {}
@@ -203,7 +213,7 @@ class Runtime:
             self._journal.reserved |= {*owner, *(metric.name for metric in StepMetrics.declared())}
 
     def after_fork(self) -> None:
-        """In a forked child: count and report nothing any more. Features do so by themselves."""
+        """Count and report nothing any more in a forked child. Features do so by themselves."""
         self._forked = True
 
     @property
@@ -212,14 +222,15 @@ class Runtime:
         return bool(self.features)
 
     @property
-    def records_steps(self) -> bool:
-        """True where the end of a step is written to a journal, TensorBoard or the log, or checked by offloading."""
-        return self.enabled and (self._journal is not None or self.offload is not None)
+    def steps(self) -> int:
+        """Steps that are over."""
+        return self.clock.ended
 
     # The model
 
     def register(self, model: nn.Module) -> None:
         """Attach the features to `model`. Call it once for each model, after the framework has wrapped it."""
+        self.clock.attach(model)
         for feature in self.features:
             feature.attach(model)
 
@@ -236,45 +247,63 @@ class Runtime:
         try:
             yield
         except BaseException:
-            self._end(self.features, failed=True)
+            self._end_step(failed=True)
             raise
         self.step_end()
 
     def step_begin(self) -> None:
-        """A step begins; the optimizer may have moved parameters since the last one."""
-        self._began = time.perf_counter()
-        for feature in self.features:
-            feature.on_step_begin()
+        """Announce that a step begins; the optimizer may have moved parameters since the last one."""
+        self.clock.begin()
+        self._step_begins()
 
     def step_end(self, skipped: bool = False, number: int | None = None) -> None:
-        """A step is over: count it and write its metrics.
+        """Announce that a step is over. A loop with an optimizer of torch need not: see `ssdtrain.steps.StepClock`.
 
         Args:
             skipped: its gradients overflowed and were dropped.
             number: of the step, for the log and the file; None: the steps of this runtime are counted.
         """
-        self._end(self.features, number, skipped=skipped)
+        self._end_step(number, skipped=skipped)
 
-    def record_step(self) -> None:
-        """A step is over of a loop that does not call `step_end`: it is counted, and the journal, TensorBoard, the trace, the log
-        and the checks of offloading get it. Plans and compressed inputs see the optimizer's steps themselves."""
-        if not holds_signal_safe_lock():
-            self._end(self._recorders)
+    def _end_step(self, number: int | None = None, *, skipped: bool = False, failed: bool = False) -> None:
+        if not self._forked:
+            self.clock.end(number, skipped=skipped, failed=failed)
 
-    def _end(self, features: Sequence[Feature], number: int | None = None, **how: bool) -> None:
+    def _step_begins(self) -> None:
+        for feature in self.features:
+            feature.on_step_begin()
+
+    def _step_over(self, step: Step) -> None:
         if self._forked:
             return
-        ended = time.perf_counter()
-        seconds = ended - self._began if self._began else 0.0
-        self._began = ended  # of the next step, where the loop does not say so
-        self._step_seconds += seconds
-        self.steps += 1
-        step = Step(self.steps if number is None else number, seconds, **how)
-        for feature in features:
+        self._step_seconds += step.seconds
+        for feature in self.features:
             feature.on_step_end(step)
         if self._journal is not None and (now := self.statistics()) is not None:
             decided = [text for feature in self.features if (text := feature.decisions())]
             self._journal.step(step.number, now, decided)
+        if not step.announced and not step.closing:
+            self._step_begins()
+
+    def _backward_over(self) -> None:
+        for feature in self.features:
+            feature.on_backward_over()
+
+    def _unended(self) -> None:
+        missed = [text for feature in self.features if (text := feature.on_unended_step())]
+        if self._journal is not None and self._journal.records:
+            missed.append("report: nothing is recorded until a step ends")
+        self._warn_unended(missed)
+
+    def _warn_unended(self, missed: Sequence[str]) -> None:
+        if missed and not self.steps and not self._warned_unended:
+            self._warned_unended = True
+            logger.warning(
+                "ssdtrain: %d forwards ran without the end of a step: %s. Call runtime.step_end() after each optimizer step, or "
+                "run each step inside of runtime.step()",
+                self.clock.forwards,
+                "; ".join(missed),
+            )
 
     def log_values(self, **values: float) -> None:
         """Add values of the training script, as in `log_values(loss=loss.item())`, to this step's line of the journal
@@ -297,14 +326,13 @@ class Runtime:
             keep: its backward follows at once, so nothing leaves memory.
         """
         forward = Forward(chunk, UNNAMED if microbatch is None else microbatch, keep)
-        for feature in self.features:
-            feature.before_forward()
-        if not self._began:
-            self._began = time.perf_counter()  # of the first step, where the loop does not say so
+        if self.features:
+            self.clock.forward_begins()
         return _Contexts(self.features, lambda feature: feature.on_forward(forward))
 
     def call(self, module: nn.Module, arguments: Any) -> AbstractContextManager[Tape | None]:
         """Return a context as `forward` does, for a call of a module that the loop makes with `arguments`."""
+        self.clock.before_forward()
         for feature in self.features:
             feature.before_call(module, arguments)
         return self.forward()
@@ -346,10 +374,18 @@ class Runtime:
         Cyclic collection may run a finalizer, and in it this method, at any allocation: also on a thread that holds a lock that
         closing needs, or that serves the transfers it waits for. There a thread of its own closes, as soon as the lock is free.
         """
-        try:
-            self._undo.close()  # all are called, whatever one of them raises
-        finally:
-            self._close_features()
+        with ExitStack() as closing:  # all are called, the last first, whatever one of them raises
+            closing.callback(self._close_features)
+            closing.callback(self._undo.close)
+            closing.callback(self._end_last_step)
+
+    def _end_last_step(self) -> None:
+        if self._forked or holds_signal_safe_lock():
+            self.clock.remove()
+            return
+        self.clock.close()
+        if self.clock.forwards and self._journal is not None and self._journal.records:
+            self._warn_unended(["report: nothing is recorded until a step ends"])
 
     def _close_features(self) -> None:
         if holds_signal_safe_lock():

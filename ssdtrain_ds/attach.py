@@ -180,7 +180,7 @@ class _EngineAttachment:
         self.steps = 0
         self.forwards = 0
         planned = plan_blocks(engine, config, written)
-        self.runtime = Runtime(config, device=engine.device, plan_blocks=planned)
+        self.runtime = Runtime(config, engine.device, plan_blocks=planned)
         self.by_blocks = planned is not None and bool(planned.blocks)
         self.offload = self.runtime.engine
         try:

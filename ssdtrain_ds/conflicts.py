@@ -8,7 +8,7 @@ from typing import Any
 
 from ssdtrain import ranks
 from ssdtrain.config import Config
-from ssdtrain.integration.compatibility import Conflict
+from ssdtrain.integration.compatibility import FrameworkConflict
 
 __all__ = ["DEEPSPEED_CONFLICTS"]
 
@@ -41,8 +41,8 @@ def _file_system(path: str | Path) -> int:
 
 _NEVER_RUN = "was never run with offload: compare losses with and without the block first"
 
-DEEPSPEED_CONFLICTS: tuple[Conflict, ...] = (
-    Conflict(
+DEEPSPEED_CONFLICTS: tuple[FrameworkConflict, ...] = (
+    FrameworkConflict(
         "compile.offload_activation",
         "offload",
         "error",
@@ -51,7 +51,7 @@ DEEPSPEED_CONFLICTS: tuple[Conflict, ...] = (
         _with_deepcompile,
     ),
     *(
-        Conflict(
+        FrameworkConflict(
             f"zero_optimization.{section}.nvme_path",
             "offload",
             "error",
@@ -61,28 +61,28 @@ DEEPSPEED_CONFLICTS: tuple[Conflict, ...] = (
         )
         for section in ("offload_param", "offload_optimizer")
     ),
-    Conflict(
+    FrameworkConflict(
         "zero_optimization.zenflow",
         "comm",
         "error",
         "reduces selected columns of gradients by functions of its own, whose buckets compression does not see",
         "leaving it out, or the block without comm",
     ),
-    Conflict(
+    FrameworkConflict(
         "zero_optimization.zenflow",
         "offload",
         "warning",
         _NEVER_RUN,
         "leaving it out, or the block without offload",
     ),
-    Conflict(
+    FrameworkConflict(
         "zero_optimization.offload_optimizer.super_offload",
         "comm",
         "error",
         "takes steps back when gradients turn out to overflow, and error feedback has gone on by then",
         "false, or the block without comm",
     ),
-    Conflict(
+    FrameworkConflict(
         "zero_optimization.offload_optimizer.super_offload",
         "offload",
         "warning",

@@ -7,7 +7,6 @@ package registry) are checked by `check_training`, only where that loop is used.
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -51,8 +50,6 @@ _TRAINING: dict[str, tuple[str, ...]] = {
     "arguments": ("add_megatron_arguments",),
     "training": (
         "setup_model_and_optimizer",
-        "get_megatron_optimizer",
-        "load_checkpoint",
         "training_log",
         "save_checkpoint",
         "get_args",
@@ -115,11 +112,6 @@ def check_training() -> tuple[ModuleType, ModuleType]:
         "the Megatron-LM of megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON
     )
     return arguments, training
-
-
-def training_args() -> Any:
-    """The parsed command line of Megatron-LM's training loop; None where there is none, or it is not parsed yet."""
-    return getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
 
 
 class Step(NamedTuple):

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ssdtrain.config import Config, load_config
+from ssdtrain.features import Placement
 from ssdtrain.integration import residuals
 from ssdtrain.integration.claims import check_not_attached, claim, related
 from ssdtrain.integration.inner_hooks import InnerHooks
@@ -222,10 +223,12 @@ def attach(
             )
     runtime = Runtime(
         read,
-        device=device_of(chunks) if device is None else device,
-        rank=rank,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        Placement.of(
+            device_of(chunks) if device is None else device,
+            rank,
+            local_rank,
+            local_world_size,
+        ),
         plan_blocks=plan_blocks(chunks, read),
         logs=logs,
     )

@@ -10,7 +10,7 @@ from torch import nn
 
 from ssdtrain.comm import Policy
 from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
-from ssdtrain.integration.compatibility import Conflict, conflicts
+from ssdtrain.integration.compatibility import FrameworkConflict, conflicts
 from ssdtrain_megatron import _compat, _compat_comm
 
 __all__ = ["MEGATRON_CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
@@ -22,7 +22,7 @@ def _row(
     why: str,
     dimensions: Sequence[str] = (),
     fine: Sequence[Any] = (False,),
-) -> Conflict:
+) -> FrameworkConflict:
     """A row of `MEGATRON_CONFLICTS`.
 
     Args:
@@ -37,7 +37,7 @@ def _row(
 
     instead = ", ".join(f'"{name}": "off"' for name in dimensions) + " in" if dimensions else "no"
     remedy = f"leaving it out, or {instead} ssdtrain.{section}"
-    return Conflict(option, section, "error", why, remedy, applies)
+    return FrameworkConflict(option, section, "error", why, remedy, applies)
 
 
 def _compressed(config: Config, dimensions: Sequence[str]) -> list[str]:
@@ -59,7 +59,7 @@ _COMBINED = (
 )
 _DISPATCHERS = ("allgather", "alltoall", "alltoall_seq")
 
-MEGATRON_CONFLICTS: tuple[Conflict, ...] = (
+MEGATRON_CONFLICTS: tuple[FrameworkConflict, ...] = (
     _row(
         "fine_grained_activation_offloading",
         "offload",

@@ -26,12 +26,10 @@ from typing import Any
 
 import torch
 
-from ssdtrain.integration.patching import Patches, Wrap
+from ssdtrain.integration.patching import Function, Patches, Wrap
 from ssdtrain_megatron import _compat
 
 __all__ = ["KEEPING_LEAVES", "read_inputs_once"]
-
-Function = Callable[..., Any]
 
 
 def stash_saved_leaf(position: int, plain: Function) -> Function:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ssdtrain.integration.claims import related
-from ssdtrain.integration.patching import Patches, Wrap, call_after
+from ssdtrain.integration.patching import Function, Patches, Wrap, call_after
 from ssdtrain.offload.checkpoint import detach_leaves
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.identity import KEEPING_LEAVES, read_inputs_once
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
 
 __all__ = ["Installation", "installation"]
-
-Function = Callable[..., Any]
 
 
 class Installation:
@@ -40,11 +37,6 @@ class Installation:
         self._resized: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         # Models that have nothing in common with any chunk, as seen.
         self._unrelated: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    @property
-    def in_force(self) -> bool:
-        """True while anything is attached."""
-        return bool(self._attachments)
 
     def add(self, attachment: Attachment) -> None:
         if not self._attachments:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain.config import Config, ConfigError, ConfigIssue
-from ssdtrain.integration.patching import Patches, call_after
+from ssdtrain.integration.patching import Function, Patches, call_after
 from ssdtrain.preflight import check_start
 from ssdtrain_megatron.flags import (
     add_arguments,
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = ["install_pretrain", "uninstall_pretrain"]
 
-Function = Callable[..., Any]
 
 _patches = Patches()
 _of_attachment = Patches()  # for the attachment that is alive

@@ -17,6 +17,7 @@ from ssdtrain import device
 from ssdtrain.config import load_config
 from ssdtrain.device import cuda
 from ssdtrain.device import runtime as cuda_runtime
+from ssdtrain.device.streams import PythonStreams
 from ssdtrain.runtime import Runtime
 
 
@@ -50,7 +51,7 @@ def test_rocm_is_rejected_by_name_although_torch_calls_its_devices_cuda(
 
 def test_a_runtime_for_such_a_device_is_an_error_at_start(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="device xpu:0 is not supported yet"):
-        Runtime(load_config({"offload": {"directories": str(tmp_path)}}), device=torch.device("xpu", 0))
+        Runtime(load_config({"offload": {"directories": str(tmp_path)}}), torch.device("xpu", 0))
 
 
 def test_load_targets_are_not_filled_where_algorithms_are_deterministic() -> None:
@@ -81,12 +82,14 @@ def test_copies_to_and_from_a_device_wait_for_what_made_the_data() -> None:
     layer = device.CudaDevice(torch.device("cuda", 0))
     host = torch.empty(1 << 24, dtype=torch.uint8, pin_memory=True)
     source = torch.randint(0, 255, (1 << 24,), device="cuda").to(torch.uint8)
-    event = layer.copy_to_host(source, host)
+    event = layer.copy_to_host(source.data_ptr(), host.data_ptr(), host.numel())
     assert event is not None and layer.event_handle(event)
     event.synchronize()
     assert torch.equal(host, source.cpu())
     target = torch.empty_like(source)
-    layer.wait(layer.copy_to_device(host, target))
+    copied = layer.copy_to_device(host.data_ptr(), target.data_ptr(), host.numel())
+    assert copied is not None
+    layer.wait(copied)
     assert torch.equal(target, source)
     assert set(layer.event_functions()) == {
         "event_query",
@@ -167,19 +170,22 @@ def test_the_numa_node_is_that_of_the_devices_pci_slot(tmp_path: Path) -> None:
     assert cuda_runtime.numa_node_of(SimpleNamespace(), tmp_path) is None, "an older torch"
 
 
-class Stream:
-    """As much of a stream as is needed to wait for it."""
-
-
 class NeverPasses:
-    def __init__(self, **options: Any) -> None:
-        pass
-
-    def record(self, stream: Any) -> None:
-        pass
-
     def query(self) -> bool:
         return False
+
+    def synchronize(self) -> None:
+        raise AssertionError("nothing waits for it without a limit")
+
+
+class NeverPass(PythonStreams):
+    """Streams on which nothing ends."""
+
+    def __init__(self) -> None:
+        super().__init__(0, None)
+
+    def record(self, stream: int) -> NeverPasses:
+        return NeverPasses()
 
 
 def test_memory_that_the_device_may_still_use_stays_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,12 +198,11 @@ def test_memory_that_the_device_may_still_use_stays_pinned(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "cudart", Runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda chosen: nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda chosen: Stream())
-    monkeypatch.setattr(torch.cuda, "Event", NeverPasses)
+    monkeypatch.setattr(cuda, "raw_current_stream", lambda index: 0)
     monkeypatch.setattr(cuda, "UNPIN_TIMEOUT", 0.02)
     layer = object.__new__(device.CudaDevice)
     layer.device = torch.device("cuda", 0)
-    layer._store_stream = layer._load_stream = Stream()  # type: ignore[assignment]
+    layer._index, layer._store, layer._load, layer._streams = 0, 1, 2, NeverPass()
     layer._recent = deque()
     unregister = layer.host_register()(4096, 4096)
     with pytest.raises(TimeoutError, match="a collective whose peer is gone"):

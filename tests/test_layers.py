@@ -18,7 +18,7 @@ FLOOR = {
     room: floor
     for floor, rooms in enumerate(
         (
-            {"config", "messages", "versions", "ranks", "patience", "output_files", "optimizer_hooks"},
+            {"config", "messages", "versions", "ranks", "patience", "output_files", "steps"},
             {"text"},
             {"metrics", "device"},
             {"profile", "storage", "codecs", "features"},
@@ -119,6 +119,29 @@ def test_private_names_of_a_framework_are_in_compat_files_only(package: str) -> 
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in FRAMEWORKS:
                 names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
                 assert not any(name.startswith("_") for name in names), f"{path}:{node.lineno}"
+
+
+TURNED_ELSEWHERE = {"ssdtrain/planner"}
+"""Rooms that still reach into the engine's parts. Only offloading itself may; the set goes with the last one."""
+
+
+def test_the_parts_of_the_engine_are_reached_through_its_methods() -> None:
+    """No other room goes through the mover, the prefetcher or the buffers of an engine, or sets an attribute of it."""
+    paths = [path for package in ("ssdtrain", *sorted(ADAPTERS)) for path in (ROOT / package).rglob("*.py")]
+    found = []
+    for path in paths:
+        room = "/".join(path.relative_to(ROOT).parts[:2])
+        if room in {"ssdtrain/offload", *TURNED_ELSEWHERE}:
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Attribute):
+                continue
+            chain = ast.unparse(node)
+            part = re.search(r"engine\.(mover|prefetcher|buffers)$", chain)
+            turned = isinstance(node.ctx, ast.Store) and re.search(r"(engine|runtime\.offload)\.", chain)
+            if part or turned:
+                found.append(f"{path.relative_to(ROOT)}:{node.lineno}: {chain}")
+    assert not found, "\n".join(found)
 
 
 def test_no_module_of_the_codecs_imports_one_that_imports_it() -> None:

@@ -15,8 +15,8 @@ from torch.optim.optimizer import (
 )
 
 import ssdtrain
-from ssdtrain.optimizer_hooks import call_after_steps, call_before_steps
 from ssdtrain.runtime import Runtime
+from ssdtrain.steps import call_after_steps, call_before_steps
 
 REGISTER = {"before": register_optimizer_step_pre_hook, "after": register_optimizer_step_post_hook}
 

@@ -14,6 +14,7 @@ import ssdtrain
 from ssdtrain.codecs import lossless
 from ssdtrain.comm import policy
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.features import Placement
 from ssdtrain.preflight import check_start, make_directories
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import HostBudgetExceeded
@@ -34,9 +35,9 @@ def as_nobody() -> Iterator[None]:
             os.seteuid(before)
 
 
-def rejected(config: dict[str, Any], **arguments: Any) -> ConfigError:
+def rejected(config: dict[str, Any], place: Placement | None = None) -> ConfigError:
     with pytest.raises(ConfigError) as error:
-        check_start(load_config(config), **arguments)
+        check_start(load_config(config), place)
     return error.value
 
 
@@ -59,7 +60,7 @@ def test_a_directory_that_cannot_be_written_or_made_is_rejected(locked: Path) ->
         "report": {"path": str(locked / "report")},
     }
     with as_nobody():
-        error = rejected(config, rank=3)
+        error = rejected(config, Placement.of("cpu", 3))
     report, existing, new = error.problems
     assert (report.path, report.value) == ("ssdtrain.report.path", str(locked / "report"))
     assert (existing.path, existing.value) == ("ssdtrain.offload.directories[0]", str(locked))
@@ -118,9 +119,9 @@ def test_what_depends_on_device_rank_or_preset_is_rejected(
 ) -> None:
     (tmp_path / "1").touch()
     config = {"offload": {"directories": f"{tmp_path}/{{rank}}", "codec": "lossless"}}
-    check_start(load_config(config), rank=0)
-    assert "is a file" in str(rejected(config, rank=1))
-    assert "host memory" in str(rejected(config, device=torch.device("cuda", 0)))
+    check_start(load_config(config), Placement.of("cpu", 0))
+    assert "is a file" in str(rejected(config, Placement.of("cpu", 1)))
+    assert "host memory" in str(rejected(config, Placement.of("cuda:0")))
     assert "ssdtrain.comm.adapt" in str(rejected({"comm": {"preset": "safe", "adapt": 0.1}}))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (problem,) = rejected({"offload": {"directories": str(tmp_path), "engine": "c"}}).problems

@@ -41,7 +41,7 @@ from ssdtrain.comm.collectives import (
 )
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
-from ssdtrain.comm.notices import FIRST_STEPS, Notices, add_inactive, few_bytes_saved
+from ssdtrain.comm.notices import Notices, add_inactive, few_bytes_saved
 from ssdtrain.comm.point_to_point import PointToPoint
 from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
@@ -49,6 +49,7 @@ from ssdtrain.comm.routing import CHANGED, IN_FULL, Route, Router
 from ssdtrain.comm.topology import node_name, world_if_none
 from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams, UnderWay
 from ssdtrain.device.runtime import made_current
+from ssdtrain.features import FIRST_STEPS
 
 logger = logging.getLogger("ssdtrain")
 

@@ -12,10 +12,14 @@ from ssdtrain.comm.policy import Policy
 from ssdtrain.config import Config
 from ssdtrain.device import warn_of_untested_torch
 from ssdtrain.features import Feature, Placement, Step
+from ssdtrain.steps import StepClock
 
 __all__ = ["CompressedCollectives"]
 
 logger = logging.getLogger("ssdtrain")
+
+UNENDED_STEPS = 10
+"""Number of optimizer steps without an end of a step of the communicator after which a warning is logged."""
 
 
 class CompressedCollectives(Feature):
@@ -23,13 +27,17 @@ class CompressedCollectives(Feature):
 
     Args:
         comm: made on all ranks.
+        clock: of the runtime.
     """
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, clock: StepClock) -> None:
         self.comm = comm
+        self._clock = clock
+        self._optimizer_steps = 0  # after the latest of which a step has ended
+        self._unannounced = 0
 
     @classmethod
-    def from_config(cls, config: Config, place: Placement) -> CompressedCollectives | None:
+    def from_config(cls, config: Config, place: Placement, clock: StepClock) -> CompressedCollectives | None:
         """Return None where `comm` compresses nothing, or there is one rank (with a warning). A collective call."""
         if not config.compresses or config.comm is None:
             return None
@@ -43,11 +51,31 @@ class CompressedCollectives(Feature):
             )
             return None
         warn_of_untested_torch()
-        return cls(Communicator(Policy.from_config(config.comm), place.device))
+        return cls(Communicator(Policy.from_config(config.comm), place.device), clock)
 
     def on_step_end(self, step: Step) -> None:
-        if not step.failed:  # else the step goes on, on all ranks that have caught the exception
+        if not step.announced:
+            self._warn_unended()
+        elif not step.failed:  # else the step goes on, on all ranks that have caught the exception
             self.comm.step_end(step.skipped)
+
+    def before_reduction(self) -> None:
+        """End a step where the loop announces none. Called on all ranks before each reduction of gradients, if all ranks of the
+        job reduce together: see the last row of `StepClock`."""
+        made = self._clock.optimizer_steps
+        if not self._clock.announced and made != self._optimizer_steps:
+            self._optimizer_steps = made
+            self.comm.step_end()
+
+    def _warn_unended(self) -> None:
+        self._unannounced += 1
+        if self._unannounced == UNENDED_STEPS and not self.comm.steps and self.comm.rank == 0:
+            logger.warning(
+                "comm: an optimizer made %d steps and runtime.step_end() was not called: warm-up goes on for ever, random "
+                "numbers repeat, and residuals of buckets that were rebuilt stay in memory; call it after each optimizer "
+                "step, on all ranks",
+                UNENDED_STEPS,
+            )
 
     def metrics(self) -> list[tuple[str, CommMetrics]]:
         return [(f"comm/{dimension}", metrics) for dimension, metrics in self.comm.metrics().items()]

@@ -16,7 +16,7 @@ from ssdtrain.features import FIRST_STEPS
 
 logger = logging.getLogger("ssdtrain")
 
-# Steps at whose end ranks exchange messages: the first ones, then one in this many.
+# Ranks exchange messages at the ends of the first steps, then of one in this many.
 EXCHANGE_INTERVAL = 50
 # Share of the plain bytes from which on a job is told at start how few it saves.
 MUCH = 0.9

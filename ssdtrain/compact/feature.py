@@ -1,19 +1,14 @@
 """Compressed inputs of linear layers as a feature of the runtime.
 
 Note: [Which step]
-    Projections change with the optimizer step. An integration sets `step` to the framework's own counter. In a plain loop
-    `Runtime.step_end` counts; without it, the steps of the torch optimizer that holds a compressed weight are counted. With
-    "lowrank" only the optimizer counts, because a projection must not change between a backward and the step that uses its
-    gradients.
-
-    Only one optimizer is counted: the first one that holds a compressed weight. It is replaced by another one when it no longer
-    exists, or when the other makes two steps in a row without it.
+    Projections change with the optimizer step, as `ssdtrain.steps.StepClock` counts them; an integration sets `step` to the
+    framework's own counter. With "lowrank" only the steps of its optimizer count, because a projection must not change between a
+    backward and the step that uses its gradients.
 """
 
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -23,23 +18,24 @@ from torch import nn
 
 from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward, ReplacedForward
-from ssdtrain.compact.lowrank import LowRank, skips_step
+from ssdtrain.compact.lowrank import LowRank
 from ssdtrain.config import CompactConfig, ConfigError, ConfigIssue
 from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.metrics import MetricSet
-from ssdtrain.optimizer_hooks import StepHook, call_after_steps
 
 __all__ = ["CompactLinear"]
 
 logger = logging.getLogger("ssdtrain")
 
-_FORWARDS = 2048
-"""Forwards without an optimizer step after which a warning is logged."""
-
 
 class CompactLinear(Feature):
     """Replaces the forwards of linear layers of the attached models until `detach`.
+
+    Args:
+        config: the section of the config.
+        placement: of this rank.
+        counted: the optimizer steps of this process, as a clock counts them.
 
     Attributes:
         compression: state shared by the layers.
@@ -51,11 +47,13 @@ class CompactLinear(Feature):
             `look_elsewhere`.
     """
 
-    def __init__(self, config: CompactConfig, placement: Placement) -> None:
+    def __init__(
+        self, config: CompactConfig, placement: Placement, counted: Callable[[], int] = lambda: 0
+    ) -> None:
         self.config = config
         self._device = placement.device
         self.compression = Compression(config, placement.rank)
-        self._steps = 0
+        self._counted, self._resumed = counted, 0
         self.step: Callable[[], int] = lambda: self.steps
         self.compression.step = lambda: self.step()
         self.rename: Callable[[str, nn.Module], str] | None = None
@@ -65,20 +63,16 @@ class CompactLinear(Feature):
         self._inside: set[nn.Module] | None = None
         self._low_rank: list[LowRank] = []
         self._finished = 0
-        self._counting: StepHook | None = None
-        self._counted_for: weakref.ref[torch.optim.Optimizer] | None = None
-        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Other optimizers of compressed weights that made a step since the counted one did."""
-        self._optimizer_steps = 0  # counted in `steps`
-        self._forwards_of_step = 0
+        self._low_rank_steps = 0  # of the optimizer of "lowrank"
 
     @property
     def steps(self) -> int:
-        return self._steps
+        made = self._low_rank_steps if self.config.mode == "lowrank" else self._counted()
+        return self._resumed + made
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._steps = value
+        self._resumed += value - self.steps
         for low_rank in self._low_rank:
             low_rank.resume()
 
@@ -101,15 +95,14 @@ class CompactLinear(Feature):
                 allowed = "closing that one first"
                 raise ConfigError([ConfigIssue("ssdtrain.compact", self.config.mode, why, allowed)])
         if self.config.mode == "lowrank":
-            self._low_rank.append(LowRank(model, layers, self.compression, self.optimizer))
+            first = not self._low_rank  # one optimizer has the layers of all models
+            made = self._low_rank_step if first else None
+            self._low_rank.append(LowRank(model, layers, self.compression, self.optimizer, made))
         else:
             for layer in layers:
                 compact = CompactLayer(layer, self.compression)
                 self._forwards.append(CompactForward(layer.module, layer.kind, compact))
             self._activate()
-        if self._counting is None:
-            self._counting = call_after_steps(_without_owner(self._stepped))
-            weakref.finalize(self, self._counting.remove)
 
     def compress_in(self, modules: Iterable[nn.Module] | None) -> None:
         """Compress inputs only in layers inside of these modules, from the next forward on; None: in all. Not with "lowrank",
@@ -133,54 +126,23 @@ class CompactLinear(Feature):
             low_rank.merge()
 
     def detach(self) -> None:
-        if self._counting is not None:
-            self._counting.remove()
-            self._counting = None
         while self._forwards:
             self._forwards.pop().remove()
         while self._low_rank:
             self._low_rank.pop().restore()
         self.compression.forget()
 
-    def _stepped(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Count a step of the optimizer; every torch optimizer of this process calls it."""
-        if (self._finished and not self._low_rank) or skips_step(optimizer):
-            return
-        counted = self._counted_for() if self._counted_for is not None else None
-        if counted is not optimizer:
-            if not self._trains(optimizer):
-                return
-            for low_rank in self._low_rank:
-                low_rank.check_optimizer(optimizer)
-            if counted is not None and optimizer not in self._others:
-                self._others.add(optimizer)
-                return
-            self._counted_for = weakref.ref(optimizer)
-        self._others.clear()
-        self._optimizer_steps += 1
-        self._next_step(1)
-
-    def _trains(self, optimizer: torch.optim.Optimizer) -> bool:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        factors = (layer.factor for low_rank in self._low_rank for layer in low_rank.layers)
-        weights = (forward.module.weight for forward in self._forwards)
-        return any(id(parameter) in held for parameter in (*factors, *weights))
-
-    def _next_step(self, count: int) -> None:
-        self._steps += count
-        self._forwards_of_step = 0
+    def _low_rank_step(self) -> None:
+        self._low_rank_steps += 1
         for low_rank in self._low_rank:
             low_rank.advance()
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[None]:
-        self._forwards_of_step += 1
-        if self._forwards_of_step == _FORWARDS and not self.step() and self.compression.codec is None:
-            logger.warning(
-                "compact: %d forwards without an optimizer step; all of them use the same projection. "
-                "Call runtime.step_end() after each optimizer step",
-                _FORWARDS,
-            )
         return self._forget_after()
+
+    def on_unended_step(self) -> str:
+        quantised = self.compression.codec is not None
+        return "" if quantised or self.step() else "compact: all forwards use the same projection"
 
     @contextmanager
     def _forget_after(self) -> Iterator[None]:
@@ -191,10 +153,6 @@ class CompactLinear(Feature):
 
     def on_step_end(self, step: Step) -> None:
         self._finished += 1
-        if not self._low_rank:
-            # Several optimizer steps may precede the first `step_end`; they have been counted already.
-            self._next_step(max(0, 1 - self._optimizer_steps))
-            self._optimizer_steps = 0
         self.compression.forget()
         counted = self.compression.counted
         idle = not counted.input_bytes and self._inside is None and not self.elsewhere
@@ -217,15 +175,3 @@ class CompactLinear(Feature):
 
     def close(self) -> None:
         self.detach()
-
-
-def _without_owner(method: Callable[..., None]) -> Callable[..., None]:
-    """`method` through a weak reference, for a global table that would otherwise keep the owner and its models alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        present = reference()
-        if present is not None:
-            present(*args)
-
-    return call

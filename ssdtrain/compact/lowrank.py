@@ -39,8 +39,9 @@ from ssdtrain.compact.projection import ProjectionLayout, layer_key, project, un
 from ssdtrain.compact.recompute import kept_by_producer
 from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.features import FIRST_STEPS
+from ssdtrain.steps import call_after_steps
 
-__all__ = ["FACTOR", "LowRank", "skips_step"]
+__all__ = ["FACTOR", "LowRank"]
 
 FACTOR = "lowrank_weight"
 """The parameter B of a layer's module; no `state_dict` has it."""
@@ -97,7 +98,7 @@ def _problem(why: str, allowed: str) -> ConfigError:
     return ConfigError([ConfigIssue("ssdtrain.compact.mode", "lowrank", why, allowed)])
 
 
-def skips_step(optimizer: Optimizer) -> bool:
+def _skips_step(optimizer: Optimizer) -> bool:
     """True if a fused optimizer skips this step because gradients overflowed (torch.amp.GradScaler)."""
     overflowed = getattr(optimizer, "found_inf", None)
     return overflowed is not None and bool(overflowed)
@@ -110,6 +111,7 @@ class LowRank:
         model: holds these layers.
         layers: those to convert; those whose weight is frozen or not in the optimizer are skipped.
         optimizer: SGD, Adam or AdamW, without state for these weights. In its groups the low-rank matrices replace the weights.
+        made_step: called after each of its steps that was not skipped.
 
     Raises:
         ConfigError: names `compact.mode`: there is no optimizer, or it is not supported.
@@ -121,6 +123,7 @@ class LowRank:
         layers: Sequence[LayerToCompress],
         compression: Compression,
         optimizer: Optimizer | None,
+        made_step: Callable[[], None] | None = None,
     ) -> None:
         groups = _checked(optimizer)
         assert optimizer is not None
@@ -138,7 +141,9 @@ class LowRank:
         ]
         self._optimizer = optimizer
         self._steps = 0
+        self._made_step = made_step
         self._stepping = optimizer.register_step_post_hook(self._stepped)
+        self._others = call_after_steps(self._check_optimizer)
 
     def _check(
         self, model: nn.Module, chosen: list[LayerToCompress], places: dict[int, Any], optimizer: Optimizer
@@ -180,7 +185,7 @@ class LowRank:
                 )
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if skips_step(optimizer):
+        if _skips_step(optimizer):
             return
         self._decay()
         self._steps += 1
@@ -191,6 +196,8 @@ class LowRank:
                 "another function reads their weights, or none does, and compact.mode lowrank does not train them; name them "
                 "in compact.exclude"
             )
+        if self._made_step is not None:
+            self._made_step()
 
     @torch.no_grad()
     def _decay(self) -> None:
@@ -202,7 +209,7 @@ class LowRank:
             if decay and layer.factor.grad is not None:
                 layer.weight.mul_(1 - float(group["lr"]) * decay)
 
-    def check_optimizer(self, optimizer: Optimizer) -> None:
+    def _check_optimizer(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Raises RuntimeError: `optimizer` made a step with these matrices and is not the one given to `attach`."""
         factors = {id(layer.factor) for layer in self.layers}
         if optimizer is not self._optimizer and any(
@@ -231,6 +238,7 @@ class LowRank:
     def restore(self) -> None:
         """Merge, and restore weights, forwards and the optimizer's parameters."""
         self._stepping.remove()
+        self._others.remove()
         while self.layers:
             self.layers.pop().restore()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -36,15 +37,13 @@ class CpuDevice:
     def record(self, stream: Any | None) -> None:
         return None
 
-    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
-        target.copy_(source)
-        return None
+    def copy_to_host(self, source: int, target: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
 
     def copy_to_device(
-        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
-    ) -> Event | None:
-        target.copy_(source)
-        return None
+        self, source: int, target: int, nbytes: int, after: Sequence[Event] = (), *, within: bool = False
+    ) -> None:
+        ctypes.memmove(target, source, nbytes)
 
     def load_event(self, after: Sequence[Event]) -> None:
         return None

@@ -13,7 +13,15 @@ import torch
 
 from ssdtrain.device.bandwidth import copy_bandwidths
 from ssdtrain.device.interface import Event, uninitialised
-from ssdtrain.device.runtime import address_of, check_cuda, loaded_cuda_runtime, numa_node_of
+from ssdtrain.device.runtime import (
+    address_of,
+    check_cuda,
+    loaded_cuda_runtime,
+    numa_node_of,
+    on_stream,
+    raw_current_stream,
+)
+from ssdtrain.device.streams import NO_STREAM, TO_DEVICE, TO_HOST, WITHIN, make_streams
 from ssdtrain.device.timestamps import ORIGIN_PERIOD, CudaTimestamp, Origin, Timestamp
 from ssdtrain.patience import Patience
 
@@ -22,6 +30,8 @@ EVENT_POLL = 50e-6  # seconds between two looks at an event that is waited for w
 UNPIN_TIMEOUT = 30.0  # seconds in which nothing of the device ends, after which host memory stays pinned
 
 RECENT = 1024  # events recorded last that show whether the device makes progress
+
+EVENTS = 64  # handles that are made where another device is current
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
@@ -38,12 +48,17 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         index = device.index if device.index is not None else torch.cuda.current_device()
         self.device = torch.device("cuda", index)
+        self._index = index
+        self._streams = make_streams(index)
         self._store_stream = torch.cuda.Stream(self.device)
         self._load_stream = torch.cuda.Stream(self.device)
+        self._store = int(self._store_stream.cuda_stream)
+        self._load = int(self._load_stream.cuda_stream)
+        self._by_handle: dict[int, torch.cuda.Stream] = {}
         self._origin: Origin | None = None  # of timestamps
         self._link: tuple[float, float] | None = None
         self._copies: float | None = None
-        self._recent: deque[torch.cuda.Event] = deque(maxlen=RECENT)
+        self._recent: deque[Event] = deque(maxlen=RECENT)
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)
@@ -66,37 +81,38 @@ class CudaDevice:
         return self._copies
 
     def load_target(self, nbytes: int) -> torch.Tensor:
-        # The device first: leaving `stream` alone would make a context on the device that was current.
-        with torch.cuda.device(self.device), torch.cuda.stream(self._load_stream):
+        with on_stream(self._load_stream):
             return uninitialised(nbytes, self.device)
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
 
-    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
-        stream = self._store_stream
-        stream.wait_stream(torch.cuda.current_stream(self.device))
-        return self._copy(source, target, stream)
+    def copy_to_host(self, source: int, target: int, nbytes: int) -> Event | None:
+        return self._copy(source, target, nbytes, TO_HOST, self._store, raw_current_stream(self._index))
 
     def copy_to_device(
-        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
+        self, source: int, target: int, nbytes: int, after: Sequence[Event] = (), *, within: bool = False
     ) -> Event | None:
-        stream = self._load_stream
-        for event in after:
-            stream.wait_event(event)  # type: ignore[arg-type]
-        return self._copy(source, target, stream)
+        kind = WITHIN if within else TO_DEVICE
+        return self._copy(source, target, nbytes, kind, self._load, NO_STREAM, [*after])
 
-    def _copy(
-        self, source: torch.Tensor, target: torch.Tensor, stream: torch.cuda.Stream
-    ) -> torch.cuda.Event:
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-        return self._recorded(stream)
+    def _copy(self, source: int, target: int, *rest: Any) -> Event:
+        event = self._streams.copy(source, target, *rest)
+        if event is None:
+            self._make_events()
+            event = self._streams.copy(source, target, *rest)
+            assert event is not None
+        self._recent.append(event)
+        return event
 
     def load_event(self, after: Sequence[Event]) -> Event | None:
         for event in after:
-            self._load_stream.wait_event(event)  # type: ignore[arg-type]
-        return self._recorded(self._load_stream)
+            self._streams.wait(self._load, event)
+        return self._recorded(self._load)
+
+    def _make_events(self) -> None:
+        with torch.cuda.device(self.device):
+            self._streams.fill(EVENTS)
 
     def new_stream(self) -> int:
         handle = ctypes.c_void_p()
@@ -108,9 +124,12 @@ class CudaDevice:
     def record(self, stream: Any | None) -> Event | None:
         return self._recorded(stream) if stream is not None else None
 
-    def _recorded(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # a worker that waits for it sleeps instead of spinning
-        event.record(stream)
+    def _recorded(self, stream: int) -> Event:
+        event = self._streams.record(stream)
+        if event is None:
+            self._make_events()
+            event = self._streams.record(stream)
+            assert event is not None
         self._recent.append(event)
         return event
 
@@ -118,7 +137,7 @@ class CudaDevice:
         return int(event.cuda_event) if event is not None else 0  # type: ignore[attr-defined]
 
     def wait(self, event: Event, stream: Any | None = None) -> None:
-        (stream or torch.cuda.current_stream(self.device)).wait_event(event)  # type: ignore[arg-type]
+        self._streams.wait(raw_current_stream(self._index) if stream is None else stream, event)
 
     def block(self, event: Event, timeout: float | None = None) -> bool:
         if timeout is None:
@@ -134,16 +153,23 @@ class CudaDevice:
     def progress(self) -> int:
         return sum(event.query() for event in [*self._recent])
 
-    def current_stream(self) -> torch.cuda.Stream:
-        return torch.cuda.current_stream(self.device)
+    def current_stream(self) -> int:
+        return raw_current_stream(self._index)
 
     def wait_stream(self, stream: Any | None) -> None:
-        current = torch.cuda.current_stream(self.device)
-        if stream is not None and stream != current:
-            current.wait_stream(stream)
+        current = raw_current_stream(self._index)
+        if stream is None or stream == current:
+            return
+        if not self._streams.follow(current, stream):
+            self._make_events()
+            self._streams.follow(current, stream)
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(self.device))
+        handle = raw_current_stream(self._index)
+        stream = self._by_handle.get(handle)
+        if stream is None:  # to make this object takes longer than all else here
+            stream = self._by_handle[handle] = torch.cuda.current_stream(self.device)
+        tensor.record_stream(stream)
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
@@ -172,7 +198,7 @@ class CudaDevice:
             TimeoutError: nothing has ended for `UNPIN_TIMEOUT` seconds.
         """
         patience = Patience(UNPIN_TIMEOUT, self.progress)
-        for stream in (torch.cuda.current_stream(self.device), self._store_stream, self._load_stream):
+        for stream in (raw_current_stream(self._index), self._store, self._load):
             if not patience.wait(functools.partial(self.block, self._recorded(stream))):
                 raise TimeoutError(
                     f"no work of {self.device} has ended for {UNPIN_TIMEOUT:g} s (a collective whose peer is gone?)"

@@ -40,14 +40,15 @@ class Device(Protocol):
     def clone(self, source: torch.Tensor) -> torch.Tensor:
         """A copy of `source` (device, uint8) in device memory, allocated and made on the current stream."""
 
-    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> Event | None:
-        """Queue the copy of `source` (device, uint8) into `target` (pinned host, uint8) after the current stream's work."""
+    def copy_to_host(self, source: int, target: int, nbytes: int) -> Event | None:
+        """Queue the copy of `nbytes` from the address `source` of the device to `target` in pinned memory of the host, after the
+        current stream's work. Both stay valid until the event, which is behind the copy."""
 
     def copy_to_device(
-        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
+        self, source: int, target: int, nbytes: int, after: Sequence[Event] = (), *, within: bool = False
     ) -> Event | None:
-        """Queue the copy of `source` (pinned host, or the device's) into `target`, which `load_target` made, once the events have
-        passed."""
+        """Queue the copy of `nbytes` from the address `source` in pinned memory of the host, or `within` the device, to `target`
+        in memory that `load_target` made, once the events have passed."""
 
     def load_event(self, after: Sequence[Event]) -> Event | None:
         """An event behind the events `after` and all work queued on the load stream: memory that `load_target` made may be
@@ -76,7 +77,7 @@ class Device(Protocol):
         """Another number than before if some work of the device has ended since."""
 
     def current_stream(self) -> Any | None:
-        """The current stream; None without streams."""
+        """The current stream, as it is told apart from others by `==`; None without streams."""
 
     def wait_stream(self, stream: Any | None) -> None:
         """Make the current stream wait for all work queued on `stream` so far, if they differ."""

@@ -5,15 +5,69 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-__all__ = ["address_of", "check_cuda", "loaded_cuda_runtime", "made_current", "numa_node_of"]
+__all__ = [
+    "address_of",
+    "check_cuda",
+    "loaded_cuda_runtime",
+    "made_current",
+    "numa_node_of",
+    "on_stream",
+    "raw_current_stream",
+]
 
 logger = logging.getLogger("ssdtrain")
+
+
+def _raw_current_stream(device: int) -> int:
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+raw_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_current_stream)
+"""Returns the handle of the current stream of a CUDA device, by its index."""
+
+
+class on_stream:
+    """A context manager: `stream` is the current one of its device inside, and the device too. Where that is the current device,
+    which it nearly always is, torch's own managers take many times as long."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        stream = self._stream
+        index: int = stream.device_index
+        if _set_stream_of is None or _current_device() != index:
+            # The device first: leaving `stream` alone would make a context on the device that was current.
+            self._before: Any = ExitStack()
+            self._before.enter_context(torch.cuda.device(index))
+            self._before.enter_context(torch.cuda.stream(stream))
+        else:
+            self._before = _current_stream(index)
+            _set_stream(stream.stream_id, index, stream.device_type)
+
+    def __exit__(self, *exception: object) -> None:
+        if isinstance(self._before, ExitStack):
+            self._before.close()
+        else:
+            _set_stream(*self._before)
+
+
+_current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
+_set_stream_of: Any = getattr(torch._C, "_cuda_setStream", None)
+
+
+def _set_stream(stream: int, device: int, kind: int) -> None:
+    _set_stream_of(stream_id=stream, device_index=device, device_type=kind)
 
 
 def address_of(function: Any) -> int:

@@ -16,7 +16,7 @@ _claims: list[tuple[weakref.ref[nn.Module], str]] = []
 
 
 def claim(model: nn.Module, way: str) -> Callable[[], None]:
-    """From now on `way` (the function that the user called) records the forwards of `model`.
+    """Let `way`, the function that the user called, record the forwards of `model` from now on.
 
     Returns:
         What ends the claim.

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from ssdtrain.config import Config, ConfigError, ConfigIssue
 
 __all__ = [
-    "Conflict",
+    "FrameworkConflict",
     "check_conflicts",
     "check_nothing_missing",
     "conflict_table",
@@ -74,7 +74,7 @@ def _is_on(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
 
 
 @dataclass(frozen=True)
-class Conflict:
+class FrameworkConflict:
     """A key of the framework's config beside a section of ours.
 
     Attributes:
@@ -95,7 +95,7 @@ class Conflict:
 
 
 def conflicts(
-    table: Iterable[Conflict],
+    table: Iterable[FrameworkConflict],
     config: Config,
     written: Mapping[str, Any],
     named: Callable[[str], str] = str,
@@ -119,14 +119,14 @@ def conflicts(
                 logger.warning("%s", problem)
 
 
-def check_conflicts(table: Iterable[Conflict], config: Config, written: Mapping[str, Any]) -> None:
+def check_conflicts(table: Iterable[FrameworkConflict], config: Config, written: Mapping[str, Any]) -> None:
     """Raises ConfigError: names the framework's keys, their values and the remedies of all `conflicts`."""
     problems = list(conflicts(table, config, written))
     if problems:
         raise ConfigError(problems)
 
 
-def conflict_table(table: Iterable[Conflict], named: Callable[[str], str] = str) -> str:
+def conflict_table(table: Iterable[FrameworkConflict], named: Callable[[str], str] = str) -> str:
     """The table in Markdown, for docs."""
     lines = ["| key | with | | why | instead |", "|---|---|---|---|---|"]
     lines += [

@@ -25,7 +25,7 @@ __all__ = ["InnerHooks"]
 logger = logging.getLogger("ssdtrain")
 
 _watcher: ContextVar[InnerHooks | None] = ContextVar("ssdtrain_inner_hooks", default=None)
-"""Of this thread's innermost forward."""
+"""The watcher of this thread's innermost forward."""
 
 
 def _noting(plain: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -49,24 +49,21 @@ class InnerHooks(Feature):
 
     Attributes:
         taken: bytes by the qualified name of the pack hook, recomputation left out.
+        steps: steps so far.
     """
 
     def __init__(self, min_bytes: int, *recomputing: str) -> None:
         self.taken: dict[str, int] = {}
         self._min_bytes = min_bytes
         self._recomputing = ("torch.utils.checkpoint", *recomputing)
-        self._steps = 0
+        self.steps = 0
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[None] | None:
-        return self._watched() if self._steps < FIRST_STEPS else None
+        return self._watched() if self.steps < FIRST_STEPS else None
 
     def on_step_end(self, step: Step) -> None:
-        self.step_end()
-
-    def step_end(self) -> None:
-        """A step is over, perhaps one of a loop that announces none."""
-        self._steps += 1
-        if self._steps == FIRST_STEPS and self.taken:
+        self.steps += 1
+        if self.steps == FIRST_STEPS and self.taken:
             logger.warning(
                 "saved-tensor hooks inside the model take precedence, and what they take is not offloaded: %s",
                 ", ".join(

@@ -24,7 +24,7 @@ from torch import Tensor
 from ssdtrain.comm import ChainedWork, CompressedWork
 from ssdtrain.comm.collectives import AllGather, AllReduce, ReduceScatter, Sharded
 from ssdtrain.integration import patching
-from ssdtrain.integration.patching import Wrap
+from ssdtrain.integration.patching import Function, Wrap
 from ssdtrain.integration.traffic import Traffic
 
 __all__ = [
@@ -34,29 +34,28 @@ __all__ = [
     "by_caller",
 ]
 
-Function = Callable[..., Any]
 Work = CompressedWork | ChainedWork
 
 Classify = Callable[[Tensor, Any], Traffic | None]
 """(the tensor of all ranks' parts, process group) -> what the collective carries; None: it is not compressed, nor counted."""
 
-Parameter = tuple[tuple[str, ...], Any]
+_Argument = tuple[tuple[str, ...], Any]
 """Names that torch and frameworks have for an argument, and its default."""
 
-_OUT: Parameter = (("output", "output_tensor"), None)
-_IN: Parameter = (("input", "input_tensor"), None)
-_TENSOR: Parameter = (("tensor",), None)
-_OP: Parameter = (("op",), dist.ReduceOp.SUM)
-_GROUP: Parameter = (("group",), None)
-_ASYNC: Parameter = (("async_op",), False)
-_OUT_SPLITS: Parameter = (("output_split_sizes",), None)
-_IN_SPLITS: Parameter = (("input_split_sizes",), None)
+_OUT: _Argument = (("output", "output_tensor"), None)
+_IN: _Argument = (("input", "input_tensor"), None)
+_TENSOR: _Argument = (("tensor",), None)
+_OP: _Argument = (("op",), dist.ReduceOp.SUM)
+_GROUP: _Argument = (("group",), None)
+_ASYNC: _Argument = (("async_op",), False)
+_OUT_SPLITS: _Argument = (("output_split_sizes",), None)
+_IN_SPLITS: _Argument = (("input_split_sizes",), None)
 
 
-class _Kind(NamedTuple):
+class _CollectiveKind(NamedTuple):
     """A collective and its arguments, in torch's order. `async_op`, where there is one, follows the group."""
 
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[_Argument, ...]
     launch: Callable[..., Work | None]
     whole: int
     """The tensor that holds all ranks' parts."""
@@ -92,13 +91,17 @@ def _all_to_all(
 
 
 _KINDS = {
-    "all_reduce": _Kind((_TENSOR, _OP, _GROUP, _ASYNC), _all_reduce, 0, 2, AllReduce),
-    "inference_all_reduce": _Kind((_TENSOR, _OP, _GROUP), _all_reduce, 0, 2, AllReduce, returns=0),
-    "reduce_scatter_tensor": _Kind((_OUT, _IN, _OP, _GROUP, _ASYNC), _reduce_scatter, 1, 3, ReduceScatter),
-    "all_gather_into_tensor": _Kind((_OUT, _IN, _GROUP, _ASYNC), _all_gather, 0, 2, AllGather),
-    "all_to_all_single": _Kind((_OUT, _IN, _OUT_SPLITS, _IN_SPLITS, _GROUP, _ASYNC), _all_to_all, 1, 4),
+    "all_reduce": _CollectiveKind((_TENSOR, _OP, _GROUP, _ASYNC), _all_reduce, 0, 2, AllReduce),
+    "inference_all_reduce": _CollectiveKind((_TENSOR, _OP, _GROUP), _all_reduce, 0, 2, AllReduce, returns=0),
+    "reduce_scatter_tensor": _CollectiveKind(
+        (_OUT, _IN, _OP, _GROUP, _ASYNC), _reduce_scatter, 1, 3, ReduceScatter
+    ),
+    "all_gather_into_tensor": _CollectiveKind((_OUT, _IN, _GROUP, _ASYNC), _all_gather, 0, 2, AllGather),
+    "all_to_all_single": _CollectiveKind(
+        (_OUT, _IN, _OUT_SPLITS, _IN_SPLITS, _GROUP, _ASYNC), _all_to_all, 1, 4
+    ),
 }
-_MESSAGES: dict[str, tuple[Parameter, ...]] = {
+_MESSAGES: dict[str, tuple[_Argument, ...]] = {
     "send": (_TENSOR, (("dst",), None), _GROUP, (("tag",), 0)),
     "recv": (_TENSOR, (("src",), None), _GROUP, (("tag",), 0)),
 }
@@ -136,7 +139,7 @@ class Interception:
             return functools.partial(self._message, name)
         return functools.partial(self._collective, _KINDS[name])
 
-    def _collective(self, kind: _Kind, plain: Function) -> Function:
+    def _collective(self, kind: _CollectiveKind, plain: Function) -> Function:
         begin = int(_is_method(plain))
         # A function of the framework's own returns a handle even where torch's manager coalesces.
         own = not getattr(plain, "__module__", "").startswith("torch.")
@@ -201,7 +204,7 @@ class Interception:
 
 
 class Coalesced:
-    """In the place of torch's coalescing manager, and its handle."""
+    """Stands for torch's coalescing manager, and for its handle."""
 
     def __init__(self, owner: Interception, manager: Callable[[], Any], async_ops: bool) -> None:
         self._owner = owner
@@ -287,7 +290,7 @@ def _caller() -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _read(parameters: Sequence[Parameter], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
+def _read(parameters: Sequence[_Argument], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
     """The arguments of a call, in order and with defaults; None where it has one that is not among `parameters`."""
     values = list(args)
     unread = len(kwargs)
@@ -298,7 +301,7 @@ def _read(parameters: Sequence[Parameter], args: tuple[Any, ...], kwargs: dict[s
     return values if unread == 0 and len(values) == len(parameters) else None
 
 
-def _stays_plain(traffic: Traffic, kind: _Kind, values: Sequence[Any]) -> bool:
+def _stays_plain(traffic: Traffic, kind: _CollectiveKind, values: Sequence[Any]) -> bool:
     """Count a collective that has a reason to be sent uncompressed."""
     if traffic.uncompressed is None or kind.collective is None:
         return False

@@ -20,9 +20,12 @@ from contextlib import AbstractContextManager
 from types import FunctionType
 from typing import Any
 
-__all__ = ["Patches", "Wrap", "call_after", "is_patched", "run_inside"]
+__all__ = ["Function", "Patches", "Wrap", "call_after", "is_patched", "run_inside"]
 
 logger = logging.getLogger("ssdtrain")
+
+Function = Callable[..., Any]
+"""A function of a framework, whatever its arguments."""
 
 Wrap = Callable[[Any], Any]
 """Takes what stands in a place and returns what is to stand there instead. May be called again when others are undone."""
@@ -124,7 +127,7 @@ class _Site:
 
 
 def _sites_of(holder: Any) -> dict[str, _Site]:
-    """By name; kept on the holder, so that it lives as long as the replacements."""
+    """Return the places by name, kept on the holder, so that they live as long as the replacements."""
     found: dict[str, _Site] | None = vars(holder).get(_SITES)
     if found is None:
         found = {}

@@ -32,7 +32,6 @@ def build_engine(
     local_world_size: int = 1,
     faults: Faults | None = None,
     staged: bool | None = None,
-    timeline: bool = False,
 ) -> tuple[OffloadEngine, SpillStore]:
     """The engine, and the store that it uses, which the caller closes after the engine.
 
@@ -91,7 +90,6 @@ def build_engine(
             raise_when_full=offload.on_full == "raise",
             staged=staged,
             by_cufile=direct,
-            timeline=timeline,
             verified=offload.verify == "all",
             rank=rank,
         )

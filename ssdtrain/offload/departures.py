@@ -10,6 +10,8 @@ from ssdtrain.offload.transfer_state import State
 
 __all__ = ["Departures"]
 
+_STORING = State.STORING
+
 
 class Departures:
     """The stores whose tensors are still on the device, the oldest first. Called with the engine's lock held.
@@ -51,24 +53,30 @@ class Departures:
         for region in self.parting:
             if _on_its_way(region) and saved - region.transfer.saved_before <= self.limit:
                 staying.append(region)
-            else:
+            elif _on_its_way(region):
                 self._let_go(region)
         self.parting = staying
 
     def _add_whole(self, region: Region) -> None:
-        self._regions.append(region)
+        regions, limit = self._regions, self.limit
+        regions.append(region)
         self._bytes += region.nbytes
-        while self._regions and (self._bytes > self.limit or not _on_its_way(self._regions[0])):
-            oldest = self._regions.popleft()
+        while regions:
+            oldest = regions[0]
+            leaves = _on_its_way(oldest)
+            if leaves and self._bytes <= limit:
+                return
+            regions.popleft()
             self._bytes -= oldest.nbytes
-            self._let_go(oldest)
+            if leaves:
+                self._let_go(oldest)
 
     def _let_go(self, region: Region) -> None:
         # One whose owner has freed it is seen to when its store ends.
-        if _on_its_way(region) and not region.transfer.keep_resident and not region.freed():
+        if not region.transfer.keep_resident and not region.freed():
             self._depart(region)
 
 
 def _on_its_way(region: Region) -> bool:
     """True if the bytes are being stored, and still in their tensor."""
-    return region.transfer.state is State.STORING and not region.emptied
+    return region.pointer != 0 and region.transfer.state is _STORING

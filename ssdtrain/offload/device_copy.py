@@ -17,19 +17,22 @@ class DeviceCopy:
         nbytes: size.
     """
 
-    __slots__ = ("_device", "_event", "began", "checksum", "digest", "nbytes", "seconds")
+    began = seconds = 0.0  # not measured
+    checksum = digest = 0
 
     def __init__(self, device: Device, event: Event | None, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.began = self.seconds = 0.0  # not measured
-        self.checksum = self.digest = 0
         self._device = device
         self._event = event
 
     def done(self) -> bool:
-        if self._event is not None and self._event.query():
+        event = self._event
+        if event is None:
+            return True
+        if event.query():
             self._event = None
-        return self._event is None
+            return True
+        return False
 
     def begun(self) -> bool:
         return True

@@ -9,6 +9,8 @@ nothing of Python.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from ssdtrain.device import Device, Event, Timestamp
@@ -20,9 +22,18 @@ from ssdtrain.offload.functorch import modes, tracing, without_modes
 from ssdtrain.offload.gpudirect import GpuDirectTransfer
 from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import OFFLOAD, STAY, Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
+from ssdtrain.offload.policy import (
+    OFFLOAD,
+    STAY,
+    Action,
+    AmountPolicy,
+    ForwardProfile,
+    OffloadPolicy,
+    SavedTensorInfo,
+)
 from ssdtrain.offload.prefetch import Prefetcher
 from ssdtrain.offload.proof import Prover, provable
 from ssdtrain.offload.region import Handle, Kept, Region, Releases, captured, modified
@@ -35,11 +46,13 @@ from ssdtrain.offload.transfer import DirectTransfer, Transfer
 from ssdtrain.offload.waiting import wait_for_load
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
+from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
 __all__ = ["OffloadEngine"]
 
 _graph_task = torch._C._current_graph_task_id
+REAP_EVERY = 4  # saved tensors of a device between two looks at what has ended
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -70,7 +83,7 @@ class OffloadEngine:
         self.modules = ModuleNames()
         self.device = device
         self.metrics = OffloadMetrics()
-        self.meter = ActivationMeter(timeline=options.timeline)
+        self.meter = ActivationMeter()
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
         counted = self.meter if device.kind == "cpu" else None  # on a GPU the arena is host memory
         self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
@@ -82,7 +95,7 @@ class OffloadEngine:
         )
         self._copies = transfer.copies  # off a device with streams
         self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
-        self.release = self.mover.release  # of a region whose last handle is gone; see `module_tally`
+        self._release = self.mover.release  # a region whose last handle is gone
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
         self._released = Releases()
@@ -99,6 +112,17 @@ class OffloadEngine:
     def after_fork(self) -> None:
         """In a forked child: do nothing any more."""
         self.forked = self._closed = True
+
+    # What others record
+
+    def observe_releases(self, tally: ModuleTally | None) -> None:
+        """Let `tally` count each region that is released from now on; None: nothing is counted."""
+        release = self.mover.release
+        self._release = release if tally is None else functools.partial(tally.release, release)
+
+    def record_spans(self, spans: Spans | None) -> None:
+        """Record stores, loads and waits as spans from now on; None: record none."""
+        self.metrics.spans = spans
 
     # Rest
 
@@ -140,7 +164,9 @@ class OffloadEngine:
                 return Kept(tensor)
             if not self._released.empty():
                 self._drain_released()
-            self.mover.reap()
+            # What is copied off a device leaves it at fixed points of the tape, not when its store has ended.
+            if not self._copies or self.metrics.saved_tensors % REAP_EVERY == 0:
+                self.mover.reap()
             operator = operator_number()
             if tape.unstored and tape.unstored[-1].operator != operator:
                 postponed = self._starter.begin(tape, storage)
@@ -207,6 +233,9 @@ class OffloadEngine:
         modules = self.modules.stack if self.modules.watching else ()
         if modules:
             region.module = modules[-1].name
+        policy = self.policy
+        if type(policy) is AmountPolicy and policy.always is not None:
+            return policy.always
         return self.policy.decide(SavedTensorInfo(
             tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
         ))  # fmt: skip
@@ -250,7 +279,7 @@ class OffloadEngine:
                 if region.changed():
                     raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
                 tensor = self._try_unpack(held)
-                self.prefetcher.run(region.tape)
+                self.prefetcher.run(region.tape, region.nbytes)
                 if tensor is not None:
                     if entered is not None:
                         ended, from_tier = self.device.timestamp(), region.transfer.slot is not None
@@ -270,8 +299,10 @@ class OffloadEngine:
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
         """The tensor if its bytes are in memory; else None, with their load under way."""
-        region, tape = handle.region, handle.region.tape
-        self._drain_released()
+        region = handle.region
+        tape = region.tape
+        if not self._released.empty():
+            self._drain_released()
         if tape.cursor is None:
             tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
             self.prefetcher.begin(tape)
@@ -350,15 +381,16 @@ class OffloadEngine:
         self._note_ends()
 
     def _drain_released(self) -> None:
-        while not self._released.empty():
-            released = self._released.next()
-            region = released.region
+        released = self._released
+        while not released.empty():
+            ref = released.next()
+            region = ref.region
             region.handles -= 1
-            if released.last_pass != region.last_pass:
+            if ref.last_pass != region.last_pass:
                 region.pending_unpacks -= 1
-            if region.handles == 0:
+            if not region.handles:
                 self.meter.release(region)
-                self.release(region)
+                self._release(region)
                 self.metrics.live_regions -= 1
 
     def _note_ends(self) -> None:

@@ -40,7 +40,7 @@ class ActivationOffload(Feature):
     Args:
         offload: the section of the config; its directories exist.
         place: of this rank.
-        policy, faults, staged, timeline: see `Runtime`.
+        policy, faults, staged: see `Runtime`.
         planned: a plan says what leaves, which may be nothing.
 
     Attributes:
@@ -60,7 +60,6 @@ class ActivationOffload(Feature):
         policy: OffloadPolicy | None = None,
         faults: Faults | None = None,
         staged: bool | None = None,
-        timeline: bool = False,
         planned: bool = False,
     ) -> None:
         directories = offload.expand(rank=place.rank, local_rank=place.local_rank)
@@ -74,7 +73,6 @@ class ActivationOffload(Feature):
             local_world_size=place.local_world_size,
             faults=faults,
             staged=staged,
-            timeline=timeline,
         )
         # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
         # the engine, and at interpreter exit.
@@ -92,7 +90,7 @@ class ActivationOffload(Feature):
         """Of the drives; limits what "auto" offloads where the config has `offload.endurance`."""
         self.checks = StepChecks(self.engine, self.store, self.endurance, offload, place, planned=planned)
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
-        self._announces_steps = False  # the loop does, so that the end of each is known
+        self._steps_end = False  # or begin: the next end will be known
 
     # The model
 
@@ -108,7 +106,7 @@ class ActivationOffload(Feature):
     # The loop
 
     def on_step_begin(self) -> None:
-        self._announces_steps = True
+        self._steps_end = True
         self.engine.eligible.refresh()
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[Tape] | None:
@@ -117,7 +115,7 @@ class ActivationOffload(Feature):
         if self.engine.resting:
             self._tapes.pop((forward.chunk, forward.microbatch), None)
             return None
-        if not self._announces_steps:
+        if not self._steps_end:
             self.engine.grow(between_steps=False)
         tape = Tape(forward.chunk, forward.microbatch, keep=forward.keep)
         if len(self._tapes) >= MOST_TAPES:  # a loop may number its microbatches on and on
@@ -151,10 +149,14 @@ class ActivationOffload(Feature):
             self._tapes.pop((chunk, microbatch), None)
         return tape
 
+    def on_backward_over(self) -> None:
+        self.engine.drain()
+
     def on_step_end(self, step: Step) -> None:
-        self._announces_steps = True
+        self._steps_end = True
         self.engine.drain()
         self.engine.grow(between_steps=True)
+        self.checks.step_ended(step)
 
     # Metrics
 

@@ -22,7 +22,8 @@ from ssdtrain.config import OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import Device
 from ssdtrain.offload.region import Region
-from ssdtrain.offload.staged import StagedTransfer, source_of
+from ssdtrain.offload.staged import StagedTransfer
+from ssdtrain.offload.transfer import address_of
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
 from ssdtrain.offload.waiting import wait_quietly
 from ssdtrain.storage import Arena, Operation, Slot, SpillStore, StoreFull, gpudirect
@@ -59,8 +60,7 @@ class GpuDirectTransfer(StagedTransfer):
         assert slot is not None
         event = self.device.record(self.device.current_stream())
         handle = self.device.event_handle(event)
-        address = source_of(region).data_ptr()
-        operation = self.store.transfer_device(slot, address, into=True, after_event=handle)
+        operation = self.store.transfer_device(slot, address_of(region), into=True, after_event=handle)
         return Write(operation, event=event, in_place=True)
 
     def _is_direct(self, region: Region) -> bool:
@@ -232,7 +232,7 @@ def _staged_seconds(
     host = torch.frombuffer(lease.view(), dtype=torch.uint8)
     parts = list(zip(slots, source.split(PROBE), host.split(PROBE), target.split(PROBE), strict=True))
     began = time.perf_counter()
-    copies = [device.copy_to_host(part, staged) for _, part, staged, _ in parts]
+    copies = [device.copy_to_host(part.data_ptr(), staged.data_ptr(), PROBE) for _, part, staged, _ in parts]
     handles = [device.event_handle(copy) for copy in copies]
     _finish(
         [
@@ -244,7 +244,7 @@ def _staged_seconds(
     copies = []
     for read, (_, _, staged, part) in zip(reads, parts, strict=True):
         _finish([read])
-        copies.append(device.copy_to_device(staged, part))
+        copies.append(device.copy_to_device(staged.data_ptr(), part.data_ptr(), PROBE))
     if copies[-1] is not None:
         device.block(copies[-1])
     seconds = time.perf_counter() - began

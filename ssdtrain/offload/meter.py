@@ -55,22 +55,18 @@ class Seen(weakref.ref[torch.UntypedStorage]):
 
 
 class ActivationMeter:
-    """Live and peak bytes of saved storages. Not thread-safe by itself: the engine calls it under its lock.
+    """Live and peak bytes of saved storages. Not thread-safe by itself: the engine calls it under its lock."""
 
-    Args:
-        timeline: also keep (seconds, bytes) at every change, for a plot. Off by default: it grows with every saved tensor.
-    """
-
-    def __init__(self, *, timeline: bool = False) -> None:
+    def __init__(self) -> None:
         self.live_bytes = 0
         self.unoffloaded_bytes = 0
         """Bytes that would be alive for backward now if nothing had left memory."""
         # Up to the last `_note_peaks`: since `begin_recent`, and from `reset_peak` until then.
         self._recent = self._unoffloaded_recent = 0
         self._before = self._unoffloaded_before = 0
-        self.record = timeline
-        """Whether `timeline` is kept; see `start_timeline`."""
-        self._recorders = int(timeline)
+        self.record = False
+        """Whether `timeline`, (seconds, bytes) at every change, is kept for a plot; see `start_timeline`."""
+        self._recorders = 0
         self.clock: Callable[[], float] = time.perf_counter
         """Of `timeline`, seconds."""
         self.timeline: list[tuple[float, int]] = []

@@ -3,8 +3,9 @@ memory. Nothing is counted, and no time spent, where no tally is in place."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.region import Region
 from ssdtrain.offload.transfer_state import State
 
@@ -14,10 +15,10 @@ _AWAY = frozenset({State.STORING, State.STORED, State.LOADING, State.LOADED})
 
 
 class ModuleTally:
-    """Stands in place of `Mover.release` for a while, and counts what it releases.
+    """Counts what is released: see `OffloadEngine.observe_releases`.
 
     Args:
-        mover, metrics: the engine's.
+        metrics: the engine's.
 
     Attributes:
         offloaded_bytes: of regions, or parts of them, that were written to a tier, by `Region.name`.
@@ -25,19 +26,18 @@ class ModuleTally:
         names: module by `Region.place`, where it is known; "": there were several.
     """
 
-    def __init__(self, mover: Mover, metrics: OffloadMetrics) -> None:
-        self._release = mover.release
+    def __init__(self, metrics: OffloadMetrics) -> None:
         self._metrics = metrics
         self.offloaded_bytes: dict[str, int] = {}
         self.kept_bytes: dict[str, int] = {}
         self.names: dict[str, str] = {}
 
-    def release(self, region: Region) -> None:
-        """Release the region, and count it."""
+    def release(self, release: Callable[[Region], None], region: Region) -> None:
+        """Release `region` by `release`, and count it."""
         transfer, metrics = region.transfer, self._metrics
         away = transfer.forwarded or transfer.state in _AWAY
         offloaded = metrics.offloaded_bytes
-        self._release(region)
+        release(region)
         if offloaded > metrics.offloaded_bytes:  # a store that had not begun was cancelled
             away = False
         moved = region.transfer.moved_bytes if away else 0

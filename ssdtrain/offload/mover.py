@@ -19,7 +19,7 @@ import time
 
 from ssdtrain.codecs import Codec
 from ssdtrain.offload.departures import Departures
-from ssdtrain.offload.geometry import lead_of
+from ssdtrain.offload.geometry import ALIGNED, lead_of
 from ssdtrain.offload.in_flight import StoresInFlight
 from ssdtrain.offload.loads import Loads
 from ssdtrain.offload.metrics import OffloadMetrics
@@ -91,7 +91,8 @@ class Mover:
             StoreFull: no room, and `raise_when_full`.
         """
         transfer = region.transfer
-        transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
+        if (region.pointer + region.start) % ALIGNED:
+            transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
         if transfer.codec is not None:
             self._encode(region)
         if transfer.moved_bytes != region.nbytes:

@@ -29,7 +29,6 @@ class EngineOptions:
     raise_when_full: bool = False
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
     by_cufile: bool = False  # staged, but between device and drives by GPUDirect Storage
-    timeline: bool = False
     verified: bool = False  # stores have a checksum of all their bytes, which is compared when they come back
     codec: str | None = None  # of floating-point tensors on their way to a tier
     rank: int = 0

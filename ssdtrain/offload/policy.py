@@ -128,12 +128,14 @@ class AmountPolicy:
 
     def __init__(self, amount: Amount) -> None:
         self.amount = amount
+        self.always = OFFLOAD if amount.kind == "all" else None
+        """What it answers whatever is saved; None: that depends."""
         # Bytes of the latest complete tapes, by model chunk: chunks of a pipeline differ (the first has the embedding).
         self._totals: dict[int, deque[int]] = {}
 
     def decide(self, saved: SavedTensorInfo) -> Action:
-        if self.amount.kind == "all":
-            return OFFLOAD
+        if self.always is not None:
+            return self.always
         totals = self._totals.get(saved.chunk)
         if totals is None:
             return OFFLOAD

@@ -19,6 +19,9 @@ __all__ = ["Prefetcher"]
 MATTERS = 2 * MiB
 """Bytes of a tape from which on an arena is compared with what has left memory: of less it is the smallest there is."""
 
+ADVANCE = 0.25
+"""Of `Departures.limit`: bytes that backward has between two looks at what is next on the way to the device."""
+
 LARGE = 0.25
 """Of the limit of what is read ahead: a tensor above it is large."""
 
@@ -53,6 +56,10 @@ class Prefetcher:
         self._away: int | None = None  # bytes of the tape that had left memory when its backward began
         self._wanted = 0  # the most that a tape wanted loaded ahead so far
         self._next_bytes = 0  # of the region at which the last walk ended
+        # Tape and pass in which all that is near was on its way to the device, and bytes that backward had since.
+        self._advanced: tuple[Tape, int] | None = None
+        self._had = 0
+        self._exhausted: tuple[object, ...] | None = None  # when nothing was left to read ahead: see `_now`
 
     def size(self, tape: Tape) -> None:
         """Choose how far to read ahead of the backward of `tape`, unless the config does.
@@ -80,6 +87,7 @@ class Prefetcher:
     def begin(self, tape: Tape) -> None:
         """The backward of `tape` begins. Called with the engine's lock held, as `run`."""
         self.backwards += 1
+        self._advanced = self._exhausted = None
         if not self.closed:
             self.size(tape)
         if self._buffers.optional:
@@ -88,16 +96,24 @@ class Prefetcher:
         self._mover.keep_tail(tape)
         self.run(tape)
 
-    def run(self, tape: Tape) -> None:
-        """Issue what fits, beginning below where backward is on `tape`. Called with the engine's lock held."""
+    def run(self, tape: Tape, had: int = 0) -> None:
+        """Issue what fits, beginning below where backward is on `tape`. Called with the engine's lock held.
+
+        Args:
+            had: bytes that backward gets now.
+        """
         if self.closed or self.limit <= 0:
             return
         if self._mover.transfer.copies:
-            try:
-                self._advance(tape)
-            except torch.OutOfMemoryError:
-                pass  # it is not needed yet; where backward asks for it, it is an error
-        if self._enough(tape):
+            self._had += had
+            far = self._had > ADVANCE * self._mover.departures.limit
+            if far or self._advanced is None or self._advanced != (tape, tape.pass_number):
+                try:
+                    self._advanced = (tape, tape.pass_number) if self._advance(tape) else None
+                    self._had = 0
+                except torch.OutOfMemoryError:
+                    self._advanced = None  # it is not needed yet; where backward asks for it, it is an error
+        if self._enough(tape) or (self._exhausted is not None and self._exhausted == self._now(tape)):
             return
         begun = self._mover.loads.prefetched_bytes
         near = self._along(tape, self.limit)
@@ -108,12 +124,21 @@ class Prefetcher:
                 near = self._along(following, near)
         if self._mover.loads.prefetched_bytes > begun:
             self._mover.flush()
+        if near > 0:
+            self._exhausted = self._now(tape)
 
-    def _advance(self, tape: Tape) -> None:
+    def _now(self, tape: Tape) -> tuple[object, ...]:
+        """While it is the same there is nothing more to read ahead, if there was nothing before."""
+        return tape, tape.pass_number, self._mover.metrics.evicted_bytes, [*self.next_tapes]
+
+    def _advance(self, tape: Tape) -> bool:
         """Bring the next `Departures.limit` bytes to the device that backward will ask for.
 
         Of those that come from a tier: have the device memory, and begin the copies of those whose read has ended, in order.
         What is in a staging buffer is copied from there.
+
+        Returns:
+            All of them are there, or on the way.
         """
         mover = self._mover
         room = mover.departures.limit
@@ -122,12 +147,12 @@ class Prefetcher:
         for region in self._coming(tape):
             near -= region.nbytes
             if near < 0:
-                return
-            if not region.emptied:
-                continue
+                return in_order
+            if region.pointer:
+                continue  # in its tensor
             room -= region.nbytes
             if room < 0:
-                return
+                return in_order
             if region.transfer.payload is not None and region.transfer.state in (State.STAGED, State.STORING):
                 continue  # decoded on the stream that asks for it
             if region.transfer.state is State.STAGED:
@@ -140,6 +165,7 @@ class Prefetcher:
                 in_order = in_order and operation is not None and operation.done() and not operation.failed()
                 if in_order:
                     mover.loads.end(region)
+        return in_order
 
     def _coming(self, tape: Tape) -> Iterator[Region]:
         """Regions that backward has not had, in the order in which it will ask."""

@@ -67,35 +67,18 @@ class Region:
     when they are read (`overwritten`). Storages that are known to be freed do not come this far: see `eligible`.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "dtype",
-        "handles",
-        "index",
-        "last_pass",
-        "lead",
-        "module",
-        "nbytes",
-        "operator",
-        "origin",
-        "owner",
-        "packed",
-        "pending_unpacks",
-        "pointer",
-        "probe",
-        "seen",
-        "shared",
-        "start",
-        "stays",
-        "stream",
-        "tape",
-        "tensor",
-        "transfer",
-        "version",
-    )
-
     stream: Any | None
     """Of the device, on which it was saved; set where it is to be copied off the device."""
+    origin: Geometry | None = None
+    """Where a thin view lies in its storage, whose bytes are copied together."""
+    packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
+    lead = 0  # of a packed view, its address modulo 64
+    stays = False  # whatever a plan says: it is filtered out, or all of its tape stays
+    handles = 1  # handles alive, with that of the tensor that makes it
+    shared = False  # there was ever more than one
+    pending_unpacks = 1  # handles alive that were not unpacked in `last_pass`
+    last_pass = -1  # the tape's pass in which backward last used it
+    module = ""  # qualified name of the module that saved it; "": unknown
 
     def __init__(
         self,
@@ -117,20 +100,9 @@ class Region:
         self.index = len(tape.regions)  # place on the tape
         self.operator = operator  # sequence number of the one that saved it
         self.owner = owner  # see Note: [Owners of version counters]
-        # Where a thin view lies in its storage, whose bytes are copied together.
-        self.origin: Geometry | None = None
-        self.packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
-        self.lead = 0  # of a packed view, its address modulo 64
-        self.stays = False  # whatever a plan says: it is filtered out, or all of its tape stays
-        self.handles = 1  # handles alive, with that of the tensor that makes it
-        self.shared = False  # there was ever more than one
-        self.pending_unpacks = 1  # handles alive that were not unpacked in `last_pass`
-        self.last_pass = -1  # the tape's pass in which backward last used it
         self.dtype = tensor.dtype
-        self.module = ""  # qualified name of the module that saved it; "": unknown
-        self.pointer = (
-            pointer  # of the storage of `tensor`, as it was at the last `capture`; 0: that was emptied
-        )
+        # Of the storage of `tensor`, as it was at the last `capture`; 0: that was emptied.
+        self.pointer = pointer
         self.transfer = TransferState(nbytes)  # the mover's
 
     @property

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import nn
 
-from ssdtrain.offload.geometry import place_of
 from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.origin import origin_text
 from ssdtrain.offload.prefetch import Prefetcher
@@ -57,13 +56,15 @@ class Restorer:
     def _restore(self, handle: Handle) -> torch.Tensor | None:
         region = handle.region
         transfer, mover = region.transfer, self._mover
-        if transfer.state is State.STORED:
+        state = transfer.state
+        if state is State.STORED:
             if mover.transfer.closed:
                 raise after_close()
             self._prefetcher.fit(region)
             if not mover.loads.begin(region, on_demand=True):
                 return None
-        if transfer.state is State.LOADING:
+            state = transfer.state
+        if state is State.LOADING:
             assert transfer.operation is not None
             if not transfer.operation.done():
                 return None
@@ -103,8 +104,7 @@ class Restorer:
         last = base is not None and region.pending_unpacks <= 0 and transfer.slot is not None
         if last:
             loads.let_go(region)
-        if base is not None:
-            start = place_of(base)
-        else:
-            base, start = region.tensor, region.start
+        if base is None:
+            return region.tensor_from(region.tensor, region.start, handle.geometry, alone=False)
+        start = int(base.storage_offset())  # what came back has a storage of its own
         return region.tensor_from(base, start, handle.geometry, alone=last and not region.shared)

@@ -66,7 +66,9 @@ class Rests:
         """Queue the copy of them into their place in `whole` (uint8), behind other copies of the load stream."""
         rest = region.transfer.rest
         assert rest is not None
-        return self._device.copy_to_device(rest, whole[-rest.numel() :])
+        nbytes = rest.numel()
+        target = whole.data_ptr() + whole.numel() - nbytes
+        return self._device.copy_to_device(rest.data_ptr(), target, nbytes, within=True)
 
 
 def bytes_of(region: Region, begin: int, end: int) -> torch.Tensor:

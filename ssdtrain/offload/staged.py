@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 
@@ -17,22 +16,17 @@ from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.coding import Coding
 from ssdtrain.offload.device_copy import DeviceCopy
 from ssdtrain.offload.region import Region, after_close
-from ssdtrain.offload.rests import Rests, bytes_of
+from ssdtrain.offload.rests import Rests
 from ssdtrain.offload.targets import LoadTargets, Target
-from ssdtrain.offload.transfer import Encoding
+from ssdtrain.offload.transfer import Encoding, address_of
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
 from ssdtrain.storage import Lease, Operation, Slot, SpillStore
 
-__all__ = ["StagedTransfer", "bytes_of_slot", "source_of"]
+__all__ = ["StagedTransfer"]
 
 
-class _Passing(NamedTuple):
-    """A copy under way: its event, the staging buffer that it alone uses, if any, and what else it needs alive."""
-
-    event: Event
-    lease: Lease | None
-    source: torch.UntypedStorage | torch.Tensor | None
-
+_Passing = tuple[Event, Lease | None, torch.UntypedStorage | torch.Tensor | None]
+"""A copy under way: its event, the staging buffer that it alone uses, if any, and what else it needs alive."""
 
 _TO_DEVICE, _TO_HOST, _BUFFERLESS_TO_DEVICE, _BUFFERLESS_TO_HOST = range(4)
 
@@ -96,21 +90,19 @@ class StagedTransfer:
         slot = region.transfer.slot
         assert slot is not None
         if self.store.is_pinned(slot):
-            event = self.device.copy_to_host(source_of(region), bytes_of_slot(slot))
+            event = self.device.copy_to_host(address_of(region), slot.address, slot.nbytes)
             return Write(self._copied(slot, event, into=True), event=event)
         lease = self.buffers.acquire(region.transfer.stored_bytes)
         if lease is None:
             return None
-        event = self.device.copy_to_host(source_of(region), torch.frombuffer(lease.view(), dtype=torch.uint8))
+        event = self.device.copy_to_host(address_of(region), lease.address, lease.nbytes)
         # Never deferred: the pool's workers wait for the device anyway.
         return Write(self._write(region, lease, event), lease=lease, event=event)
 
     def _copied(self, slot: Slot, event: Event | None, *, into: bool) -> Operation:
         """See Note: [Pinned host tier]."""
         if event is not None:  # `close` waits for it: the tier is unmapped then
-            self._passing[_BUFFERLESS_TO_HOST if into else _BUFFERLESS_TO_DEVICE].append(
-                _Passing(event, None, None)
-            )
+            self._passing[_BUFFERLESS_TO_HOST if into else _BUFFERLESS_TO_DEVICE].append((event, None, None))
         copy = DeviceCopy(self.device, event, slot.nbytes)
         self.store.copied(slot, copy, into=into)
         return copy
@@ -146,11 +138,11 @@ class StagedTransfer:
         if event is None or event.query():
             lease.release()
         elif load_event is not None:
-            self._passing[_TO_DEVICE].append(_Passing(event, lease, None))
+            self._passing[_TO_DEVICE].append((event, lease, None))
         else:
             payload = region.transfer.payload
             source = payload if payload is not None else region.tensor.untyped_storage()
-            self._passing[_TO_HOST].append(_Passing(event, lease, source))
+            self._passing[_TO_HOST].append((event, lease, source))
 
     def rewrite(self, region: Region) -> Operation:
         lease = region.transfer.lease
@@ -169,15 +161,15 @@ class StagedTransfer:
             return None
         return self._copy_in(region, host, transfer.event)
 
-    def _staged(self, region: Region) -> torch.Tensor | None:
-        """The host memory that the bytes are copied to or from; None: there is none now."""
+    def _staged(self, region: Region) -> int | None:
+        """Address of the host memory that the bytes are copied to or from; None: there is none now."""
         transfer = region.transfer
         if transfer.lease is not None:
-            return torch.frombuffer(transfer.lease.view(), dtype=torch.uint8)
+            return transfer.lease.address
         if transfer.slot is not None and self.store.is_pinned(transfer.slot):
             if self.closed or self.store.closed:  # which unmaps the tier
                 raise after_close()
-            return bytes_of_slot(transfer.slot)
+            return transfer.slot.address
         return None
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
@@ -196,27 +188,27 @@ class StagedTransfer:
 
     def advance_load(self, region: Region) -> Arrival:
         lease, unpooled = region.transfer.lease, region.transfer.loaded
-        host = self._staged(region) if unpooled is None else unpooled
+        host = self._staged(region) if unpooled is None else unpooled.data_ptr()
         assert host is not None
         # It may find no memory: then the region is as before, and this may be tried again.
         arrival = self._copy_in(region, host)
         if unpooled is not None and arrival.event is not None:
-            self._passing[_BUFFERLESS_TO_DEVICE].append(_Passing(arrival.event, None, unpooled))
+            self._passing[_BUFFERLESS_TO_DEVICE].append((arrival.event, None, unpooled))
         self._return(lease, arrival.event, region.transfer.event, region)
         if region.transfer.codec is None:
             return arrival
         return arrival._replace(loaded=None, payload=arrival.loaded)
 
-    def _copy_in(self, region: Region, host: torch.Tensor, after: Event | None = None) -> Arrival:
-        """Queue the copy of `host` to the device, behind `after`."""
+    def _copy_in(self, region: Region, host: int, after: Event | None = None) -> Arrival:
+        """Queue the copy of the stored bytes at the address `host` to the device, behind `after`."""
         transfer = region.transfer
         target = transfer.target
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
             target = self.reserve_target(region)
         tensor = self.targets.take(target)
         awaited = target.awaited if after is None else [*target.awaited, after]
-        head = tensor if transfer.rest is None else tensor[: host.numel()]
-        event = self.device.copy_to_device(host, head, awaited)
+        event = self.device.copy_to_device(host, tensor.data_ptr(), transfer.stored_bytes, awaited)
+        target.awaited = []  # all copies to the device are queued on one stream, the next one behind this
         event = self._put_back(region, tensor) or event
         slot = transfer.slot
         if slot is not None and self.store.is_pinned(slot):
@@ -230,7 +222,7 @@ class StagedTransfer:
             return None
         event = self.rests.put_back(region, whole)
         if event is not None:
-            self._passing[_BUFFERLESS_TO_DEVICE].append(_Passing(event, None, rest))
+            self._passing[_BUFFERLESS_TO_DEVICE].append((event, None, rest))
         return event
 
     def reserve_target(self, region: Region) -> Target:
@@ -264,26 +256,14 @@ class StagedTransfer:
     def poll(self) -> None:
         self.targets.note_deaths()
         for passing in self._passing:
-            while passing and passing[0].event.query():
-                lease = passing.popleft().lease
+            while passing and passing[0][0].query():
+                lease = passing.popleft()[1]
                 if lease is not None:
                     lease.release()
 
     def passing(self) -> Event | None:
-        return next((copies[0].event for copies in self._passing if copies), None)
+        return next((copies[0][0] for copies in self._passing if copies), None)
 
     def returning(self) -> Event | None:
         with_buffers = self._passing[: _TO_HOST + 1]
-        return next((copies[0].event for copies in with_buffers if copies), None)
-
-
-def source_of(region: Region) -> torch.Tensor:
-    """What is copied off the device (uint8): the payload, or the bytes of the region that leave."""
-    if region.transfer.payload is not None:
-        return region.transfer.payload
-    return bytes_of(region, 0, region.transfer.moved_bytes)
-
-
-def bytes_of_slot(slot: Slot) -> torch.Tensor:
-    """A slot of the host tier (uint8); the slot must outlive it."""
-    return torch.frombuffer(slot.view(), dtype=torch.uint8)
+        return next((copies[0][0] for copies in with_buffers if copies), None)

@@ -17,7 +17,6 @@ declared to be used by the stream that saves it (`Device.record_use`), for each 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from itertools import filterfalse
 
 import torch
 
@@ -100,9 +99,12 @@ class StoreStarter:
         if following is not None and self._mover.stores.in_order:
             self._meter.see(following)
         if self._copies:
-            self.limits.saw(tape, sum(region.nbytes for region in regions), self._largest)
+            nbytes = 0
+            for region in regions:
+                nbytes += region.nbytes
+            self.limits.saw(tape, nbytes, self._largest)
             self._device.wait_stream(regions[-1].stream)
-        postponed = list(filterfalse(self._begin, regions))
+        postponed = [region for region in regions if not self._begin(region)]
         self._metrics.storing_seconds += self._options.clock() - began
         return postponed
 

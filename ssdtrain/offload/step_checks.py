@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ssdtrain.config import OffloadConfig
-from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
+from ssdtrain.features import FIRST_STEPS, Forward, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.storage import Endurance, SpillStore
 from ssdtrain.text import size_text
@@ -21,15 +21,15 @@ WEAR_SLACK = 1.05
 """Of the rate that they bear."""
 
 
-class StepChecks(Feature):
-    """Warns after the first steps if nothing moved, or if the drives wear too fast, and ends `prove_steps`. The end of a step is
-    all it needs, so it also serves loops that do not announce their steps (`Runtime.record_step`).
+class StepChecks:
+    """Warns after the first steps if nothing moved, or if the drives wear too fast, and ends `prove_steps`.
 
     Args:
         planned: a plan says what leaves, which may be nothing.
 
     Attributes:
-        seconds: that the steps so far took.
+        seconds: time of the steps so far.
+        steps: steps so far.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StepChecks(Feature):
         self._config = config
         self._place = place
         self._planned = planned
-        self._steps = 0
+        self.steps = 0
         self._worn: tuple[dict[str, int], float] = {}, 0.0  # at the last look at it: bytes written, seconds
         self._only_keeps: bool | None = None  # every forward so far was asked to keep; None: there was none
 
@@ -55,16 +55,17 @@ class StepChecks(Feature):
         """A forward begins."""
         self._only_keeps = forward.keep and self._only_keeps is not False
 
-    def on_step_end(self, step: Step) -> None:
+    def step_ended(self, step: Step) -> None:
+        """A step is over."""
         self.seconds += step.seconds
-        self._steps += 1
-        if self._steps == FIRST_STEPS and not self._planned:
+        self.steps += 1
+        if self.steps == FIRST_STEPS and not self._planned:
             self._warn_if_inactive()
         if self._config.endurance is not None and (
-            self._steps == FIRST_STEPS or self._steps % WEAR_PERIOD == 0
+            self.steps == FIRST_STEPS or self.steps % WEAR_PERIOD == 0
         ):
             self._warn_of_wear()
-        if self._steps == self._config.prove_steps:
+        if self.steps == self._config.prove_steps:
             self._report_proof()
 
     def _warn_of_wear(self) -> None:
@@ -72,7 +73,7 @@ class StepChecks(Feature):
         written = {drive.path: drive.bytes_written for drive in self.store.metrics.drives}
         before, seconds_before = self._worn
         self._worn = written, self.seconds
-        if self._config.amount.kind == "auto" and self._steps == FIRST_STEPS:
+        if self._config.amount.kind == "auto" and self.steps == FIRST_STEPS:
             return  # everything is offloaded until there is a plan
         seconds = self.seconds - seconds_before
         recent = {path: nbytes - before.get(path, 0) for path, nbytes in written.items()}
@@ -102,7 +103,7 @@ class StepChecks(Feature):
             logger.info(
                 "offload.prove_steps: in the first %d steps %d saved tensors (%s) came back from a tier or a buffer, each as it "
                 "was saved, to the bit",
-                self._steps,
+                self.steps,
                 totals.tensors,
                 size_text(totals.nbytes),
             )

@@ -62,7 +62,11 @@ class LoadTargets:
         self._device = device
         self._dead: SimpleQueue[Target] = SimpleQueue()
         self._alive: dict[int, Target] = {}
-        self._pending: deque[Target] = deque()  # dead, in the order of their deaths, and not out of use yet
+        # Dead, in the order of their deaths: not out of use yet, or kept for the next loads. See `_trim`.
+        self._pending: deque[Target] = deque()
+        self._alive_bytes = self._pending_bytes = 0  # of their blocks
+        self._peak_bytes = 0  # the most of `_alive_bytes` since none was alive
+        self._latest = 0  # bytes of the latest target
 
     def reserve(self, nbytes: int, lead: int = 0) -> Target:
         """A target of `nbytes` uninitialised bytes, whose address is `lead` modulo `ALIGNED`.
@@ -70,10 +74,15 @@ class LoadTargets:
         Raises:
             torch.OutOfMemoryError: there is no memory for it.
         """
-        self.note_deaths()
-        block, awaited = self._block(nbytes + ALIGNED if lead else nbytes)
+        if not self._dead.empty():
+            self.note_deaths()
+        self._latest = nbytes + ALIGNED if lead else nbytes
+        block, awaited = self._block(self._latest)
+        self._alive_bytes += block.numel()
+        self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
         start = (lead - block.data_ptr()) % ALIGNED if lead else 0
-        tensor = from_dlpack(to_dlpack(block[start : start + nbytes]))
+        part = block if block.numel() == nbytes else block[start : start + nbytes]
+        tensor = from_dlpack(to_dlpack(part))
         target = Target(tensor.untyped_storage(), self._dead.put)
         target.block = block
         target.tensor = tensor
@@ -87,8 +96,14 @@ class LoadTargets:
         for target in self._pending:
             if nbytes <= target.block.numel() <= SLACK * nbytes:
                 self._pending.remove(target)
+                self._pending_bytes -= target.block.numel()
                 return target.block, target.awaited
-        return self._device.load_target(nbytes), []
+        self._trim(self._peak_bytes - self._alive_bytes - nbytes)
+        try:
+            return self._device.load_target(nbytes), []
+        except torch.OutOfMemoryError:
+            self._trim(-1)
+            return self._device.load_target(nbytes), []
 
     def take(self, target: Target) -> torch.Tensor:
         """The tensor, which from now on is alive only while others hold it."""
@@ -104,19 +119,48 @@ class LoadTargets:
 
     def note_deaths(self) -> None:
         """Record where the streams are that used what has died since, and give back what is out of use. Cheap when nothing is."""
-        dead, pending = self._dead, self._pending
+        dead = self._dead
         while not dead.empty():
             try:
                 self._retire(dead.get_nowait())
             except Empty:
                 break
-        while pending and all(event.query() for event in pending[0].awaited):
+        if self._pending:
+            self._trim(self._peak_bytes - self._alive_bytes if self._alive else 0)
+
+    def _trim(self, limit: int) -> None:
+        """Give back what is out of use, but for `limit` bytes of the size that is needed now: as much as was alive at once stays
+        while loads go on, since to allocate takes longer than the rest of a load."""
+        pending = self._pending
+        while pending:
+            nbytes = pending[0].block.numel()
+            if (self._pending_bytes <= limit and nbytes <= SLACK * self._latest) or not _passed(
+                pending[0].awaited
+            ):
+                break
             pending.popleft()
+            self._pending_bytes -= nbytes
+        if not self._alive:
+            self._peak_bytes = 0
 
     def _retire(self, target: Target) -> None:
         del self._alive[id(target)]
         # What it had to wait for itself, if nothing was ever copied into it, the next copy into its memory waits for.
-        used = [self._device.record(stream) for stream in target.streams]
-        ends = [*target.awaited, *(event for event in used if event is not None)]
-        target.awaited = [event for event in ends if not event.query()]
+        awaited = target.awaited
+        _passed(awaited)
+        for stream in target.streams:
+            event = self._device.record(stream)
+            if event is not None:
+                awaited.append(event)
+        self._alive_bytes -= target.block.numel()
+        self._pending_bytes += target.block.numel()
         self._pending.append(target)
+
+
+def _passed(events: list[Event]) -> bool:
+    """Forgets those that have passed."""
+    while events:
+        if not events[0].query():
+            return False
+        del events[0]
+    return True

@@ -24,7 +24,7 @@ from ssdtrain.offload.targets import Target
 from ssdtrain.offload.transfer_state import Arrival, Read, Write
 from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
 
-__all__ = ["DirectTransfer", "Encoding", "Transfer"]
+__all__ = ["DirectTransfer", "Encoding", "Transfer", "address_of"]
 
 
 class Transfer(Protocol):
@@ -144,7 +144,7 @@ class DirectTransfer:
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         slot = region.transfer.slot
         assert slot is not None
-        address = _address(region)
+        address = address_of(region)
         return Write(self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT)
 
     def depart(self, region: Region) -> None:
@@ -156,7 +156,7 @@ class DirectTransfer:
     def rewrite(self, region: Region) -> Operation:
         slot, operation = region.transfer.slot, region.transfer.operation
         assert slot is not None and operation is not None
-        return self.store.write(slot, _address(region), checksum=operation.checksum, verify=self._verify)
+        return self.store.write(slot, address_of(region), checksum=operation.checksum, verify=self._verify)
 
     def stop_in_place(self, error: OSError) -> None:
         raise AssertionError("a tensor of the CPU is no device memory")
@@ -207,7 +207,7 @@ class DirectTransfer:
         return None
 
 
-def _address(region: Region) -> int:
-    """Of what is written: the region, or its payload."""
+def address_of(region: Region) -> int:
+    """Address of what is stored: of the payload, or of the region."""
     payload = region.transfer.payload
     return region.pointer + region.start if payload is None else payload.data_ptr()

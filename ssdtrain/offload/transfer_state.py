@@ -94,55 +94,28 @@ class TransferState:
     saved_before: int
     """Of all regions, bytes saved before it, where it leaves in part."""
 
-    __slots__ = (
-        "codec",
-        "decoding",
-        "event",
-        "forwarded",
-        "in_place",
-        "keep_resident",
-        "lead",
-        "lease",
-        "load_event",
-        "loaded",
-        "loaded_version",
-        "moved_bytes",
-        "must_write",
-        "operation",
-        "page_offset",
-        "payload",
-        "prefetched",
-        "rest",
-        "saved_before",
-        "slot",
-        "state",
-        "stored_bytes",
-        "target",
-        "tier",
-    )
+    # As it is at first: most of them stay so, and the hook that makes a region sets none of them.
+    state = State.RESIDENT
+    codec: Codec | None = None  # encodes it on the way to a tier
+    tier: str | None = None  # that the policy wants it in
+    must_write = False  # its store is not cancelled
+    rest: torch.Tensor | None = None  # a copy of what stays. See Note: [Parts of a region] in `rests`.
+    lead = 0  # address of the region modulo 64, when it left. See Note: [Alignment] in `geometry`.
+    slot: Slot | None = None
+    operation: Operation | None = None
+    load_event: Event | None = None  # the copy onto the device
+    decoding: Event | None = None  # of what came back encoded, on the device
+    target: Target | None = None  # the device memory that it fills
+    payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
+    loaded: torch.Tensor | None = None
+    """What came back. See Note: [Buffers belong to the tensor] in `region`."""
+    keep_resident = False  # backward is near: keep the bytes when the store ends
+    forwarded = False  # backward got it while it was being stored; counted
+    prefetched = False  # loaded, or being loaded, before backward asked for it
 
     def __init__(self, nbytes: int) -> None:
-        self.state = State.RESIDENT
-        self.codec: Codec | None = None  # encodes it on the way to a tier
-        self.tier: str | None = None  # that the policy wants it in
-        self.must_write = False  # its store is not cancelled
         self.moved_bytes = nbytes  # of the region the first ones, which leave memory
-        self.rest: torch.Tensor | None = (
-            None  # a copy of the others. See Note: [Parts of a region] in `rests`.
-        )
         self.stored_bytes = nbytes  # in the tier
-        self.lead = 0  # address of the region modulo 64, when it left. See Note: [Alignment] in `geometry`.
-        self.slot: Slot | None = None
-        self.operation: Operation | None = None
-        self.load_event: Event | None = None  # the copy onto the device
-        self.decoding: Event | None = None  # of what came back encoded, on the device
-        self.target: Target | None = None  # the device memory that it fills
-        self.payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
-        # What came back. See Note: [Buffers belong to the tensor] in `region`.
-        self.loaded: torch.Tensor | None = None
-        self.keep_resident = False  # backward is near: keep the bytes when the store ends
-        self.forwarded = False  # backward got it while it was being stored; counted
-        self.prefetched = False  # loaded, or being loaded, before backward asked for it
 
     @property
     def arriving_bytes(self) -> int:

@@ -1,8 +1,7 @@
 """`"plan": "auto"` where blocks may be recomputed: profiles some steps, searches, and carries out what was found.
 
 Note: [Steps]
-A plain loop need not announce its steps. A step ends before an optimizer runs (torch's global hook), or where the loop says so;
-ends between which no forward was recorded count as one. A plan changes there only.
+A plan changes only where a step ends (`ssdtrain.steps.StepClock`). Ends between which no forward was recorded count as one.
 
 Note: [Memory while steps are profiled]
 What cannot fit must not be tried. With tiers everything is offloaded meanwhile. Without, and from the first forward on that is
@@ -18,8 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
-
-from torch import nn
 
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import PlanConfig
@@ -46,7 +43,6 @@ from ssdtrain.planner.plans import NoPlan, Plan, Problem
 from ssdtrain.planner.recomputations import Recomputations
 from ssdtrain.planner.spans import BlockSpans, Collectives, Span, own_generators
 from ssdtrain.planner.step import Machine, Pass
-from ssdtrain.planner.step_ends import UNENDED, OptimizerHook, warn_of_no_step_end
 from ssdtrain.planner.timeline import kept_step
 from ssdtrain.profile.passes import StepRecord
 
@@ -132,35 +128,24 @@ class AutoPlan(Feature):
         off = dict.fromkeys(blocks, "plan.recompute is off")
         self._impure = off if plan.recompute == "off" else own_generators(blocks)
         self._excludes = False  # the plan is made again without blocks that differed
-        self._warned = self._warned_of_size = self._warned_of_no_end = False
+        self._warned = self._warned_of_size = self._unended = False
         self._warned_impure = plan.recompute == "off"
-        self._larger = self._forwards = 0  # bytes of a forward larger than planned for; forwards of this step
+        self._larger = 0  # bytes of a forward larger than planned for
         # One has been kept, so far: there the plan has nothing to choose but recomputation.
         self._keeps = False
         self._measured: list[MeasuredBlock] = []
-        self._hook = None if named.announced else OptimizerHook(self._ended, self._engine.drain)
         self._profile_again()
 
     # Events
 
-    def attach(self, model: nn.Module) -> None:
-        if self._hook is not None:
-            self._hook.attach(model)
-
-    def before_forward(self) -> None:
-        if self._hook is not None:
-            self._hook.before_forward()
-
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
-        self._forwards += 1
         if forward.keep and not self._keeps:
             self._keeps = True
             if self._tiers:
                 self._profile_again()
         if self._spans is None or self._spans.tape is not None:
             return None  # it is inside of another one, or beside it on another thread: it is not measured
-        if self._forwards >= UNENDED:
-            self._stop_recording()
+        if self._unended:
             return None
         return self._watching(self._spans, self._offload.tape(forward.chunk, forward.microbatch))
 
@@ -190,19 +175,20 @@ class AutoPlan(Feature):
             self._spans.communicates()
 
     def on_step_end(self, step: Step) -> None:
+        """See Note: [Steps]. A last step has no plan after it."""
+        self._unended = False
+        if step.closing or self._engine.forked:
+            return
         if not step.failed:
-            self._ended()
+            if step.forwards:
+                self._ended()
         elif self._spans is not None:
-            self._forwards = 0
             if not self._agreement.several:
                 self._exclude(self._recomputations.differing)
             self._profile_again()
 
     def _ended(self) -> None:
-        """See Note: [Steps]."""
-        if not self._forwards or self._engine.forked:
-            return
-        self._forwards, self._step_ended = 0, True
+        self._step_ended = True
         self._engine.drain()  # notes the end of the last backward
         self._plot.step_ended()
         self._limit.step_ended(self._engine.meter.begin_recent().alive, planned=self.plan is not None)
@@ -233,17 +219,15 @@ class AutoPlan(Feature):
 
     # Profiling
 
-    def _stop_recording(self) -> None:
-        """A step has many forwards, or none ends: records must not fill memory."""
+    def on_unended_step(self) -> str:
+        self._unended = True
         if self._step_ended:
             self._recorder.stop("plan")
-            return
-        self._recorder.request("plan", False)
-        self._records.clear()
-        self._found.clear()
-        if not self._warned_of_no_end:
-            self._warned_of_no_end = True
-            warn_of_no_step_end()
+        else:
+            self._recorder.request("plan", False)
+            self._records.clear()
+            self._found.clear()
+        return "ssdtrain.plan: nothing is planned"
 
     def _profile_again(self) -> None:
         if self._spans is not None:
@@ -430,8 +414,6 @@ class AutoPlan(Feature):
         return f"plan: auto, {len(self._blocks)} blocks" + ("" if limit is None else f", {limit} bytes")
 
     def detach(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
         self._actions.release()
         self._plot.cancel()
         if self._spans is not None:

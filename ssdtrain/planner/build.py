@@ -40,14 +40,13 @@ def offload_features(
     compact: CompactLinear | None = None,
     faults: Faults | None = None,
     staged: bool | None = None,
-    timeline: bool = False,
     reports: bool = False,
-) -> list[Feature]:
+) -> tuple[ActivationOffload, list[Feature]]:
     """Offloading, and what plans for it, for `offload.amount: "auto"` or with a plan.
 
     Args:
         config: has an offload section or a plan; directories exist.
-        policy, plan_blocks, faults, staged, timeline: see `Runtime`.
+        policy, plan_blocks, faults, staged: see `Runtime`.
         compact: whose compression a plan may choose, see `plan.compress`.
         reports: log what was planned.
 
@@ -76,15 +75,14 @@ def offload_features(
         policy=followed,
         faults=faults,
         staged=staged,
-        timeline=timeline,
         planned=plan is not None,
     )
     if followed is policy:
-        return [offload]
+        return offload, []
     if isinstance(followed, BlockPolicy):
         offload.engine.eligible.record_from(RECORDED_FROM)
     try:
-        return [offload, _planning(config, offload, followed, named, compact, plot, reports)]
+        return offload, [_planning(config, offload, followed, named, compact, plot, reports)]
     except BaseException:
         offload.close()
         raise

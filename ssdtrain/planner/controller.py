@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import nn
 
-from ssdtrain.features import Feature, Forward, Step
+from ssdtrain.features import Feature, Step
 from ssdtrain.messages import report
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.engine import OffloadEngine
@@ -39,7 +39,6 @@ from ssdtrain.planner.plans import Limits, NoPlan
 from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.room import Room
 from ssdtrain.planner.step import KEEP, Choice, Machine
-from ssdtrain.planner.step_ends import UNENDED, StepEnds
 from ssdtrain.planner.timeline import simulate
 from ssdtrain.planner.wear import WearLimit
 from ssdtrain.profile.passes import StepRecord
@@ -76,11 +75,6 @@ RESTS = (
 STAYS = "ssdtrain.plan: what is measured has changed, and the plan of before is followed because now %s"
 
 OUTGROWN = "ssdtrain.plan: forwards have become larger, and the plan nearest to the limits is followed, because now %s"
-
-ENDLESS = (
-    'offload.amount is "auto", but %d forwards ran without the end of a step: everything is offloaded until one comes; call '
-    "runtime.step_end() after each step, or give an amount"
-)
 
 DRIFTED = "the bandwidth of the tiers changed"
 FASTER = "to see whether the tiers are faster now"
@@ -131,7 +125,6 @@ class AdaptiveOffload(Feature):
         self._wear = WearLimit(endurance) if endurance is not None else None
         self._reports = reports
         self._decided = ""
-        self._ends = StepEnds(self._ended, engine.drain)
         self._room, self._plot = Room(engine), PlanPlot(plot, engine.meter)
         self._arena = ArenaCost(engine)
         self._recorder = engine.recorder
@@ -147,7 +140,7 @@ class AdaptiveOffload(Feature):
         self._bandwidths, self._host_bandwidths = Bandwidths(host=not self._both), Bandwidths(drives=False)
         self._host_rates, self._recent_rates = Rates(None, None), RecentRates()
         self._planned_rates = self._rates = Rates(None, None)
-        self._steps = 0
+        self.steps = 0
         self._planned_at = 0  # step of the latest plan
         self._profile_since = WARM_UP  # the next plan is made from a profile of this step, or a later one
         self._reshaped = False  # what is followed was not planned for tapes like these
@@ -159,50 +152,45 @@ class AdaptiveOffload(Feature):
         self._unused = 0  # forwards so far whose backward never came
         self._outcome_due = False
         self._same = False  # the plan is the one before
-        self._warned = self._warned_of_size = self._warned_of_no_end = False
+        self._warned = self._warned_of_size = False
         self._link = engine.device.link_bandwidth()
         # See Note: [Rest].
         self._rest_steps, self._wakes_at, self._said_rest = PROBE_PERIOD, 0, False
         self._input_sizes = InputSizes(self._inputs_grew)
 
     def attach(self, model: nn.Module) -> None:
-        self._ends.attach(model)
         self._input_sizes.watch(model)
 
     def before_call(self, module: nn.Module, arguments: Any) -> None:
         self._input_sizes.called(module, arguments)
 
-    def before_forward(self) -> None:
-        self._ends.before_forward()
-
-    def on_forward(self, forward: Forward) -> None:
-        if self._ends.forward() < UNENDED:
-            return
-        if self._steps:  # they end, after many forwards
-            return self._recorder.stop("plan")
-        self._recorder.request("plan", False)
-        if not self._warned_of_no_end:
-            self._warned_of_no_end = True
-            logger.warning(ENDLESS, UNENDED)
+    def on_unended_step(self) -> str:
+        if self.steps:  # they end, after many forwards
+            self._recorder.stop("plan")
+        else:
+            self._recorder.request("plan", False)
+        return 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
 
     def on_step_end(self, step: Step) -> None:
-        self._ends.announced(step.seconds)
+        """Take what was recorded, and plan where that is due. A last step is only counted."""
+        if not self._engine.forked:
+            if step.closing:
+                self.steps += 1
+            else:
+                self._ended(step.seconds - step.idle, step.elapsed)
 
     def _ended(self, seconds: float, elapsed: float) -> None:
-        """See `StepEnds`."""
-        if self._engine.forked:
-            return
-        self._steps += 1
+        self.steps += 1
         if self._wakes_at:
             self.metric.idle_steps += 1
-            if self._steps >= self._wakes_at:
+            if self.steps >= self._wakes_at:
                 self._wake(FASTER)
             return
         self._plot.step_ended()
         record, peaks = self._recorder.take(), self._engine.meter.begin_recent()
         self._limit.step_ended(peaks.alive, planned=self.chosen is not None)
         if record.order:
-            self._records.append((self._steps, peaks.unoffloaded, record))
+            self._records.append((self.steps, peaks.unoffloaded, record))
         store = self._store.metrics
         latest = self._bandwidths.since(store)
         if self._wear is not None:
@@ -216,14 +204,14 @@ class AdaptiveOffload(Feature):
         if not self._replan_reason:
             self._watch(latest, fresh, 0.0 if evaluated else seconds)
         measured = self._rates.write or self._host_rates.write or self._link
-        measured = measured or self._steps >= WARM_UP + PATIENCE
+        measured = measured or self.steps >= WARM_UP + PATIENCE
         if self._replan_reason and fresh and self._profile is not None and measured:
             self._plan(self._profile)
-        elif self._outcome_due and self._steps >= self._planned_at + 2:
+        elif self._outcome_due and self.steps >= self._planned_at + 2:
             self._outcome_due = False
             self._report_outcome(seconds, peaks)
-        calm = not self._replan_reason and self._steps > self._planned_at + 3
-        self._recorder.request("plan", not calm or self._steps % CALM_PERIOD == 0)
+        calm = not self._replan_reason and self.steps > self._planned_at + 3
+        self._recorder.request("plan", not calm or self.steps % CALM_PERIOD == 0)
         if self._nothing_to_do():
             self._rest()
 
@@ -234,14 +222,14 @@ class AdaptiveOffload(Feature):
         if self._device_budget is not None or self._must_fit or self._both or self._input_sizes.blind:
             return False
         if self.chosen is None:  # nothing was saved that may move
-            return self._profile is None and self._steps >= WARM_UP + PATIENCE
+            return self._profile is None and self.steps >= WARM_UP + PATIENCE
         # Of forwards that vary in size no several are alike.
-        several = self._planned_from >= STEPS or self._steps >= self._planned_at + CALM_PERIOD
+        several = self._planned_from >= STEPS or self.steps >= self._planned_at + CALM_PERIOD
         settled = several and not self._replan_reason and not self._outcome_due
         return settled and self._writes_nothing()
 
     def _rest(self) -> None:
-        self._wakes_at = self._steps + self._rest_steps
+        self._wakes_at = self.steps + self._rest_steps
         self._rest_steps = min(MOST_REST, 2 * self._rest_steps)
         self._recorder.request("plan", False)
         self._input_sizes.settle()
@@ -255,7 +243,7 @@ class AdaptiveOffload(Feature):
         self._engine.rest(False)
         self._recorder.request("plan", True)
         self._request_plan(why)
-        self._profile_since = self._steps + 1
+        self._profile_since = self.steps + 1
 
     def _inputs_grew(self) -> None:
         """The forward that is about to begin has larger inputs than those before."""
@@ -288,13 +276,13 @@ class AdaptiveOffload(Feature):
         if self._profile is not None and self._planned_from < STEPS <= self._profile.steps:
             return self._request_plan(SEVERAL)
         self._drifted = self._drifted + 1 if differ(latest, self._planned_rates, self._drift) else 0
-        if self._drifted >= 2 and self._backoff.due(self._steps):
+        if self._drifted >= 2 and self._backoff.due(self.steps):
             self._margin.reset()
             return self._request_plan(DRIFTED)
-        if self._writes_nothing() and self._steps >= self._planned_at + PROBE_PERIOD:
+        if self._writes_nothing() and self.steps >= self._planned_at + PROBE_PERIOD:
             return self._request_plan(FASTER)
         self._note_stall(fresh, seconds)
-        if why := self._margin.changed(self._steps):
+        if why := self._margin.changed(self.steps):
             return self._request_plan(why)
         if self._wear is not None and self._wear.exceeded():
             return self._request_plan("the drives wore faster than their budget")
@@ -308,7 +296,7 @@ class AdaptiveOffload(Feature):
             if not fresh or self._profile is None:
                 return
             found, total = self._profile.stall, self._profile.seconds
-        if self._steps <= self._planned_at + 1 or not total or self.chosen is None:
+        if self.steps <= self._planned_at + 1 or not total or self.chosen is None:
             return  # the first step of a plan still waits for transfers of the one before
         predicted = self.chosen.predicted.stall / self.chosen.predicted.seconds
         self._margin.observe(found / total, predicted)
@@ -322,7 +310,7 @@ class AdaptiveOffload(Feature):
 
     def _request_plan(self, why: str) -> None:
         self._replan_reason = why
-        self._profile_since = self._steps
+        self._profile_since = self.steps
         self._drifted = 0
         self._margin.requested()
 
@@ -384,34 +372,34 @@ class AdaptiveOffload(Feature):
             self._plot.planned(
                 *as_plan(profile.blocks, profile.order, machine, found), self._device_budget, other
             )
-        self._planned_rates, self._planned_at = self._rates, self._steps
+        self._planned_rates, self._planned_at = self._rates, self.steps
         self._outcome_due |= not same or self._replan_reason != FASTER
         blocks = [block for chunk in profile.blocks for block in chunk]
         every = [choice for chunk in found.choices for choice in chunk]
         self.metric.update(blocks, every, found.predicted, found.kept)
-        logger.debug("planned at step %d: %s", self._steps, self._replan_reason)
+        logger.debug("planned at step %d: %s", self.steps, self._replan_reason)
         self._replan_reason = ""
 
     def _note_plan(self, choices: Choices) -> bool:
         """How soon the next search for the same reason may be made: see `Backoff`. True: it was not followed before."""
         new = choices not in self._known
         self._known.add(choices)
-        self._margin.planned(self._steps, self._replan_reason, new=new)
+        self._margin.planned(self.steps, self._replan_reason, new=new)
         if self._replan_reason == DRIFTED:
-            self._backoff.searched(self._steps, new=new)
+            self._backoff.searched(self.steps, new=new)
         return new
 
     def _keep_plan(self, error: NoPlan) -> None:
         """Only bandwidths have changed, or how much may be written: what is followed is no worse than before."""
         self._margin.restore()
         if self._replan_reason == DRIFTED:
-            self._backoff.searched(self._steps, new=False)
+            self._backoff.searched(self.steps, new=False)
         elif self._replan_reason == STALLS:
-            self._margin.failed(self._steps)
+            self._margin.failed(self.steps)
         if not (self._wear is not None and self._wear.failed()) and not self._warned:
             self._warned = True
             logger.warning(STAYS, error)
-        self._planned_rates, self._planned_at, self._replan_reason = self._rates, self._steps, ""
+        self._planned_rates, self._planned_at, self._replan_reason = self._rates, self.steps, ""
 
     def _choose(self, profile: Profile, machine: Machine, other: int, rate: float | None) -> Chosen:
         larger = profile.outgrown(self._policy.largest)
@@ -479,6 +467,5 @@ class AdaptiveOffload(Feature):
         return self._decided
 
     def detach(self) -> None:
-        self._ends.close()
         self._input_sizes.remove()
         self._engine.rest(False)

@@ -280,7 +280,9 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.ended or not torch.is_grad_enabled() or transformed() or has_other_parameters(self.block):
             return self.forward(*args, **kwargs)
-        recomputations, beside = self.recomputations, top_hooks() if self.tried else None
+        recomputations = self.recomputations
+        tries = self.tried or (recomputations.tries(self.name) and torch._C._current_graph_task_id() == -1)
+        beside = top_hooks() if tries else None
         if recomputations.skips(self.name) or (self.tried and beside is None):
             return self.forward(*args, **kwargs)
         if not may_run_again((args, kwargs)):
@@ -297,8 +299,10 @@ class _Recomputed:
         outputs = self.checkpoint(SameAttributes(self.name, self.block, proven), *args, **kwargs)
         if self.counts:
             recomputations.step_ended()
-        if versions(tensors) != before and self.tried:
-            recomputations.note(self.name, "it changes its input in place")
+        if versions(tensors) != before and beside is not None:
+            proven.give_up("it changes its input in place")
+        elif beside is not None and not self.tried:
+            proven.try_now()
         elif versions(tensors) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "

@@ -23,7 +23,6 @@ class PlanBlocks:
     Attributes:
         blocks: by the qualified names that policies see. Empty: the plan keeps and offloads only, by region.
         why: there are none, as a clause.
-        announced: the integration announces the end of every step; else optimizers end steps, too.
         compress: the plan may choose compressed inputs of linear layers.
         group: of the ranks that recompute the same blocks, because these communicate with each other: a process group of torch.
             None: a block that communicates is never recomputed.
@@ -32,7 +31,6 @@ class PlanBlocks:
 
     blocks: Mapping[str, nn.Module] = field(default_factory=dict)
     why: str = PLAIN
-    announced: bool = True
     compress: bool = False
     group: Any = None
     empty_stage: bool = False

@@ -10,9 +10,13 @@ are the workspace of a kernel that may leave some unwritten (LSTM); nor do one o
 the state of a generator unwritten where nothing is dropped.
 
 Note: [Trials]
-A block that is not recomputed yet is tried while steps are profiled: what it saves goes where it went, backward uses that, and
-the second run is only compared. So a difference is found at no harm, at the cost of one more forward and of the memory of one
-block.
+The first time that a block is to be recomputed it runs twice in forward, while what the first run saved is kept: if they differ,
+backward uses that, and the block is not recomputed from then on. So a block that never computes the same twice (a generator of
+its own, a kernel that adds in another order each time, memory that no kernel writes, which is filled in the second run) is found
+at no harm, and what differs later was changed by the loop. A block that is kept, or whose saved tensors leave memory, is tried in
+backward while steps are profiled: backward uses what was saved, and the second run is only compared, so what the loop changes is
+no error either. Either costs one more forward, and the memory of one block. The second run of a trial hands nothing to torch's
+checkpoint, and ends by an exception.
 
 Note: [Ranks]
 Where ranks recompute the same blocks, nothing is tried, since a trial may end by an error on one rank while others communicate. A
@@ -21,17 +25,20 @@ block that differs stays an error there, since one rank alone cannot leave it ou
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointError
 
 from ssdtrain.offload.functorch import disabled_because, replaced_hooks, top_hooks, without_modes
@@ -63,6 +70,7 @@ class Recomputations:
     def __init__(self, *, agreed: bool = False) -> None:
         self.differing: dict[str, str] = {}
         """Names of blocks that computed other values when they ran again, with what differed."""
+        self._alike: set[str] = set()
         self._agreed, self._steps = agreed, 0
         self._warned = False
 
@@ -70,6 +78,10 @@ class Recomputations:
     def compares(self) -> bool:
         """Whether this step is one in which recomputations are compared."""
         return self._steps < COMPARED_FIRST or self._steps % COMPARED_EVERY == 0
+
+    def tries(self, name: str) -> bool:
+        """Whether the block, which is to be recomputed, is tried in forward before. See Note: [Trials] and Note: [Ranks]."""
+        return self.compares and not self._agreed and name not in self._alike
 
     def step_ended(self) -> None:
         self._steps += 1
@@ -92,6 +104,10 @@ class Recomputations:
                 reason,
             )
         return reason is not None
+
+    def note_alike(self, name: str) -> None:
+        """A block computed the same twice."""
+        self._alike.add(name)
 
     def note(self, name: str, what: str) -> None:
         """A block differed, without harm."""
@@ -127,8 +143,8 @@ class Proven:
         name: of the block, for errors.
         function: its forward.
         compared: whether this call is compared.
-        beside: saved-tensor hooks that take what is saved; backward then uses that, and differences are noted only. None:
-            backward uses what the second run saves.
+        beside: saved-tensor hooks that take what is saved, for a trial; while they have it, backward uses that, and differences
+            are noted only. None: backward uses what the second run saves.
     """
 
     def __init__(
@@ -141,9 +157,11 @@ class Proven:
         beside: Any = None,
     ) -> None:
         self.name, self.recomputations, self.beside = name, recomputations, beside
-        self.tried = False
         self._function, self._compared = function, compared
-        self._began = False
+        self.saved: list[weakref.ref[_Saved]] = []
+        # torch's own, while the block runs: a graph keeps our pack hook as long as it lives, and torch's keep the block's inputs.
+        self.hooks: Any = None
+        self.tries = self._began = self._tried = False
         self._first: _Run | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -153,20 +171,75 @@ class Proven:
             return self._function(*args, **kwargs)
         pack, unpack = hooks
         run: _Run | None = None
+        around, self.hooks = self.hooks, hooks
         # Backward may run inside of the forward (gradients of gradients), when it is not known what the forward will save.
         if self._compared and (not again or self._first is not None):
             most = None if self._first is None else len(self._first.saved)
             run = _Run(most)
-            pack = partial(_without_dynamo("torch._dynamo" in sys.modules), self, run, pack)
+            pack = partial(_without_dynamo("torch._dynamo" in sys.modules), self, run)
         if not again:
-            unpack = partial(_unpack, self, unpack)
-        with replaced_hooks(pack, unpack):
-            outputs = self._function(*args, **kwargs)
+            unpack = (
+                partial(_unpack_again, self, unpack) if self.beside is None else partial(_unpack_beside, self)
+            )
+        try:
+            with replaced_hooks(pack, unpack), _Filled() if self.tries else nullcontext():
+                outputs = self._function(*args, **kwargs)
+        finally:
+            self.hooks = around
         if run is not None and self._first is None:
             self._first = run
         elif run is not None and self._first is not None and len(run.saved) < len(self._first.saved):
             self.differs(f"it saved {len(self._first.saved)} tensors, then {len(run.saved)}")
+        if run is not None and self.tries:
+            raise _TrialEnded
         return outputs
+
+    def try_now(self) -> None:
+        """Run the block again inside of its forward, which has ended. If that is alike, backward runs it again; else it uses what
+        the forward saved."""
+        saved = self._alive()
+        if self._first is not None and saved:
+            self._try_again(saved[0])
+        if self.name in self.recomputations.differing:
+            self._drop_holders()
+        else:
+            for one in saved:
+                one.beside = None
+
+    def try_once(self, saved: _Saved) -> None:
+        """Run the block again inside of backward, unless it was tried."""
+        if not self._tried:
+            self._try_again(saved)
+            self._drop_holders()
+
+    def give_up(self, what: str) -> None:
+        """Have backward use what the forward saved."""
+        self._tried = True
+        self.recomputations.note(self.name, what)
+        self._drop_holders()
+
+    def _try_again(self, saved: _Saved) -> None:
+        """Run the block again, only to compare."""
+        self._tried = self.tries = True
+        try:
+            saved.unpack(saved.holder)
+        except _TrialEnded:
+            if self.name not in self.recomputations.differing:
+                self.recomputations.note_alike(self.name)
+        except torch.OutOfMemoryError:
+            pass  # says nothing of the block
+        except Exception as error:  # noqa: BLE001 - whatever it is, the block cannot run again
+            self.differs(f"{type(error).__name__}: {error}")
+        finally:
+            self.tries = False
+
+    def _drop_holders(self) -> None:
+        """Let go of what torch keeps for a second run: a graph that is retained would keep it."""
+        for one in self._alive():
+            one.holder = one.unpack = None
+
+    def _alive(self) -> list[_Saved]:
+        return [one for reference in self.saved if (one := reference()) is not None]
 
     def check(self, run: _Run) -> None:
         """Compare a second run that has saved as many tensors as the first one.
@@ -181,9 +254,27 @@ class Proven:
 
     def differs(self, what: str) -> None:
         """Raise, or where backward uses what was kept beside, take a note."""
-        if self.beside is None:
+        if not self.tries:
             raise self.recomputations.error(self.name, what)
         self.recomputations.note(self.name, what)
+
+
+class _TrialEnded(BaseException):
+    """Ends the second run of a trial; no block's forward catches it by accident."""
+
+
+class _Saved:
+    """A tensor of a trial as it was packed.
+
+    Attributes:
+        beside: what the hooks beside returned, in a tuple; None: backward runs the block again.
+        holder, unpack: torch's, which run the block again; None: they are not needed any more.
+    """
+
+    __slots__ = ("__weakref__", "beside", "holder", "unpack")
+
+    def __init__(self, beside: tuple[Any] | None, holder: Any, unpack: Any) -> None:
+        self.beside, self.holder, self.unpack = beside, holder, unpack
 
 
 class _Run:
@@ -212,34 +303,38 @@ class _Fingerprint(NamedTuple):
 _NONE = _Fingerprint((None, ()))
 
 
-def _pack(proven: Proven, run: _Run, pack: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> Any:
+def _pack(proven: Proven, run: _Run, tensor: torch.Tensor) -> Any:
+    pack, unpack = proven.hooks
     run.saved.append(_fingerprints(tensor))
-    if run.most is not None and len(run.saved) > run.most:
+    if run.most is None:
+        if proven.beside is None:
+            return pack(tensor)
+        saved = _Saved((proven.beside[0](tensor),), pack(tensor), unpack)
+        proven.saved.append(weakref.ref(saved))
+        return saved
+    if len(run.saved) > run.most:
         raise proven.recomputations.error(proven.name, f"it saved {run.most} tensors, then more")
     if len(run.saved) == run.most:
         proven.check(run)
-    if proven.beside is None or run.most is not None:
-        return pack(tensor)
-    return proven.beside[0](tensor), pack(tensor)
+        if proven.tries:
+            raise _TrialEnded
+    # torch would keep what it is given as long as the graph of the forward.
+    return tensor.detach() if proven.tries else pack(tensor)
 
 
-def _unpack(proven: Proven, unpack: Callable[[Any], torch.Tensor], packed: Any) -> torch.Tensor:
-    if proven.beside is None:
-        try:
-            return unpack(packed)
-        except CheckpointError as error:
-            what = str(error).removeprefix("torch.utils.checkpoint: ").split("\n")[0].rstrip(".")
-            raise proven.recomputations.error(proven.name, what) from error
-    beside, holder = packed
-    if not proven.tried:
-        proven.tried = True
-        try:
-            unpack(holder)
-        except torch.OutOfMemoryError:
-            pass  # says nothing of the block; backward has what it needs
-        except Exception as error:  # noqa: BLE001 - whatever it is, the block cannot run again
-            proven.differs(f"{type(error).__name__}: {error}")
-    return proven.beside[1](beside)  # type: ignore[no-any-return]
+def _unpack_again(proven: Proven, unpack: Callable[[Any], torch.Tensor], holder: Any) -> torch.Tensor:
+    try:
+        return unpack(holder)
+    except CheckpointError as error:
+        what = str(error).removeprefix("torch.utils.checkpoint: ").split("\n")[0].rstrip(".")
+        raise proven.recomputations.error(proven.name, what) from error
+
+
+def _unpack_beside(proven: Proven, saved: _Saved) -> torch.Tensor:
+    if saved.beside is None:
+        return _unpack_again(proven, saved.unpack, saved.holder)
+    proven.try_once(saved)
+    return proven.beside[1](*saved.beside)  # type: ignore[no-any-return]
 
 
 @cache
@@ -299,6 +394,35 @@ def _fingerprints(tensor: torch.Tensor) -> list[_Fingerprint]:
         if not strided or tensor.is_quantized or tensor.device.type == "meta":
             return [_Fingerprint(like)]
         return [_Fingerprint(like, digest=_digest(tensor.detach()))]
+
+
+_aten = torch.ops.aten
+_EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_dirt = itertools.count(1)
+
+
+class _Filled(TorchDispatchMode):
+    """Fills what a program allocates and may not write: zeros, or what the first run left there, would be the same twice."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave alone what is compiled."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__ for kind in types):
+            return NotImplemented
+        output = func(*args, **(kwargs or {}))
+        if (
+            getattr(func, "overloadpacket", None) in _EMPTY
+            and type(output) is torch.Tensor
+            and output.layout is torch.strided
+        ):
+            memory = torch.empty(0, dtype=torch.uint8, device=output.device).set_(output.untyped_storage())
+            memory.fill_(37 * next(_dirt) % 251)
+        return output
 
 
 def _digest(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ssdtrain.config import Config, load_config
-from ssdtrain.features import Feature
+from ssdtrain.features import Feature, Placement
+from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.random_trackers import register_trackers
 from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
@@ -21,7 +22,6 @@ from ssdtrain.offload.tape import Tape
 from ssdtrain.planner.execute import recomputable_blocks
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.pytorch.attached import attach_model
-from ssdtrain.pytorch.steps import record_unannounced_steps
 from ssdtrain.runtime import Runtime
 
 __all__ = ["Offload", "attach", "checkpoint", "offload"]
@@ -100,7 +100,7 @@ def offload(
         )
     runtime = Runtime(
         load_config({"offload": section}),
-        device=_device_of(model, device),
+        _device_of(model, device),
     )
     if model is not None:
         runtime.register(model)
@@ -139,10 +139,7 @@ def attach(
     read = load_config(dict(config) if isinstance(config, Mapping) else config)
     runtime = Runtime(
         read,
-        device=_device_of(model, device),
-        rank=rank,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
+        Placement.of(_device_of(model, device), rank, local_rank, local_world_size),
         policy=policy,
         plan_blocks=_plan_blocks(model, read),
         features=features,
@@ -153,7 +150,8 @@ def attach(
     if runtime.state is not None:
         runtime.state.optimizer = optimizer
     try:
-        record_unannounced_steps(runtime)
+        if runtime.engine is not None:
+            runtime.features.append(InnerHooks(runtime.engine.options.min_bytes))
         attach_model(runtime, model)
     except BaseException:
         runtime.close()
@@ -166,7 +164,7 @@ def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
         return None
     blocks = recomputable_blocks(model, config.plan) or {}
     why = register_trackers() if blocks and config.plan.recompute != "off" else ""
-    return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, announced=False, compress=True)
+    return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, compress=True)
 
 
 def _device_of(model: nn.Module | None, device: torch.device | str | None) -> torch.device:

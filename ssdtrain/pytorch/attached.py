@@ -33,12 +33,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.features import Feature
 from ssdtrain.integration.claims import claim
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.pytorch.models import check_lowrank, check_unwrapped, compress_gradients, reduces_on_all_ranks
+from ssdtrain.pytorch.models import BypassedModel, check_lowrank, check_unwrapped, compress_gradients
 from ssdtrain.pytorch.sharded import watch_sharded
-from ssdtrain.pytorch.steps import BypassedModel, end_unannounced_steps
 from ssdtrain.runtime import Runtime
 
 __all__ = ["AttachedModules", "attach_model"]
@@ -77,22 +75,18 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
         runtime.call_at_close(claim(model, "ssdtrain.attach"))
     if runtime.compact is not None and runtime.compact.config.mode == "lowrank":
         check_lowrank(model)
-    if runtime.comm is not None:
-        ends = end_unannounced_steps(runtime, runtime.comm, together=reduces_on_all_ranks(model))
-        compress_gradients(model, runtime.comm, ends)
+    if runtime.collectives is not None:
+        compress_gradients(model, runtime.collectives)
     if runtime.state is not None:
         check_unwrapped(model)
-    records = any(type(feature).on_forward is not Feature.on_forward for feature in runtime.features)
-    if records:
-        runtime.features.append(BypassedModel(_replacement.follow))
+    runtime.features.append(BypassedModel(_replacement.follow))
     runtime.register(model)
     if runtime.state is not None and runtime.engine is not None:
         runtime.engine.eligible.add_parameter_predicate(runtime.state.holds)
     if runtime.engine is not None:
         runtime.engine.eligible.add_freed_function(FREED_FUNCTION)
         _keep_gathered(runtime, runtime.engine, model)
-    if records:
-        runtime.call_at_close(AttachedModules(model, runtime.call).detach)
+    runtime.call_at_close(AttachedModules(model, runtime.call).detach)
 
 
 def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) -> None:

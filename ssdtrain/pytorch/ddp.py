@@ -32,7 +32,7 @@ JOINS = (
 )
 
 
-class _Hook:
+class _BucketHook:
     """`reduce` is what DDP calls with each bucket: gradients are averaged over its ranks, in the dimension "dp"."""
 
     def __init__(
@@ -78,9 +78,11 @@ class _Hook:
         return model is not None and model._join_config.enable
 
     def _named(self, bucket: dist.GradBucket) -> Bucket:
-        """By its parameters: DDP rebuilds its buckets after the first step. They are known as objects: two may share memory, and
-        memory may be exchanged (`.data`). What has left the model after DDP was made, and still has a place in its bucket, is
-        sent uncompressed."""
+        """Name `bucket` by its parameters: DDP rebuilds its buckets after the first step.
+
+        Parameters are known as objects: two may share memory, and memory may be exchanged (`.data`). What has left the model
+        after DDP was made, and still has a place in its bucket, is sent uncompressed.
+        """
         parameters = bucket.parameters()
         members = repr([self._numbers.get(parameter, -1) for parameter in parameters])
         slices = [(p.numel(), p in self._uncompressed or p not in self._numbers) for p in parameters]
@@ -98,6 +100,6 @@ def attach(model: DistributedDataParallel, comm: Communicator, before: Callable[
         RuntimeError: the model has a communication hook already. From backward: inside of `DistributedDataParallel.join`.
     """
     try:
-        model.register_comm_hook(None, _Hook(model, comm, before).reduce)
+        model.register_comm_hook(None, _BucketHook(model, comm, before).reduce)
     except RuntimeError as error:
         raise RuntimeError(TAKEN) from error

@@ -63,7 +63,7 @@ def _has_replicas(unit: Sequence[FSDPModule]) -> bool:
     return any(getattr(info, "replicate_mesh_dim", None) is not None for info in infos)
 
 
-class _ReduceScatter:
+class _UnitReduceScatter:
     """Gradients of the modules of one unit, in the dimension "dp".
 
     FSDP2 lays them out by rank: of each parameter the part that the rank keeps, padded to the same size on all ranks.
@@ -154,7 +154,7 @@ def _replicas(parameter: nn.Parameter, group: dist.ProcessGroup) -> int:
 
 
 def _chunk(size: int, parts: int, number: int) -> int:
-    """Of a dimension that is divided as `torch.chunk` does."""
+    """Elements of one part of a dimension that is divided as by `torch.chunk`."""
     largest = -(-size // parts)
     return max(0, min(largest, size - number * largest))
 
@@ -182,5 +182,5 @@ def attach(model: nn.Module, comm: Communicator, before: Callable[[], object]) -
         comm.notices.add("replicas", REPLICAS)
     for name, unit in units.items():
         # What it takes is a protocol; its class is in a private module of torch.
-        replacement: Any = _ReduceScatter(unit, f"fsdp-{name}", comm, exact, before)
+        replacement: Any = _UnitReduceScatter(unit, f"fsdp-{name}", comm, exact, before)
         unit[0].set_custom_reduce_scatter(replacement)

@@ -22,7 +22,6 @@ from torch import nn
 from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
-from ssdtrain.optimizer_hooks import call_before_steps
 from ssdtrain.state.chunk import Chunk, Part, Where
 from ssdtrain.state.hooks import BlockHooks
 from ssdtrain.state.options import Options
@@ -30,6 +29,7 @@ from ssdtrain.state.residency import Residency
 from ssdtrain.state.sizes import plain_step
 from ssdtrain.state.stored import MOVABLE, StoredTensor, is_movable
 from ssdtrain.state.transfers import StateTransfers
+from ssdtrain.steps import call_before_steps
 from ssdtrain.storage import SpillStore, signals_deferred
 from ssdtrain.text import size_text
 
@@ -82,8 +82,7 @@ class ChunkedOptimizer:
         hooks.keeper = self  # for as long as parameters come and go, whether or not the runtime is kept
         for name, method in self._installed.items():
             optimizer.__dict__[name] = method
-        self._others = call_before_steps(_without_owner(self._check_other))
-        weakref.finalize(self, self._others.remove)
+        self._others = call_before_steps(self._check_other)
 
     def remove(self) -> None:
         """Give the optimizer back its methods. Its tensors are in memory."""
@@ -429,16 +428,4 @@ def _method_of(chunked: ChunkedOptimizer, name: str) -> Callable[..., Any]:
         return getattr(owner, _METHODS[name])(*args, **kwargs)
 
     call.__name__ = name
-    return call
-
-
-def _without_owner(method: Callable[..., None]) -> Callable[..., None]:
-    """Make a function for a global table, which would keep the owner and its model alive."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        live = reference()
-        if live is not None:
-            live(*args)
-
     return call

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain.state.transfers import StateTransfer, StateTransfers
+from ssdtrain.state.transfers import StateTransfer, StateTransfers, failure_of
 from ssdtrain.storage import Slot, signals_deferred
 
 __all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "checksum", "is_movable", "users"]
@@ -161,6 +161,7 @@ class StoredTensor:
         return self.nbytes
 
     def _write(self) -> None:
+        self.in_slot, self._sum = False, None  # also where nothing can be submitted
         if self._watched:
             with torch.inference_mode(False):
                 self._sum = checksum(self._storage)
@@ -262,25 +263,18 @@ class StoredTensor:
         load = self._load
         if load is None:
             return
-        try:
-            load.wait()
-        except Exception:
-            if load.done():  # else a signal handler raised, and the read goes on
-                self._drop(load)
-            raise
+        failure = failure_of(load)
+        if failure is not None:
+            self._drop(load)
+            raise failure
         self._load = None
 
     def abandon(self) -> None:
         """Wait for a load whose bytes nobody needs, however it ends, and free them."""
         load = self._load
-        if load is None:
-            return
-        try:
-            load.wait()
-        except Exception:
-            if not load.done():
-                raise
-        self._drop(load)
+        if load is not None:
+            failure_of(load)
+            self._drop(load)
 
     def _drop(self, load: StateTransfer) -> None:
         """Free the memory of a load that has ended."""

@@ -13,7 +13,7 @@ from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 
-__all__ = ["InPlace", "Staged", "StateTransfer", "StateTransfers"]
+__all__ = ["InPlace", "Staged", "StateTransfer", "StateTransfers", "failure_of"]
 
 
 class StateTransfer(Protocol):
@@ -31,6 +31,17 @@ class StateTransfer(Protocol):
 
     def discard(self) -> None:
         """Release what the bytes passed through. It has ended, or failed."""
+
+
+def failure_of(transfer: StateTransfer | Operation) -> Exception | None:
+    """Wait for the end of a transfer. Returns its failure; raises what a signal handler raises while the transfer goes on."""
+    try:
+        transfer.wait()
+    except Exception as error:
+        if not transfer.done():
+            raise
+        return error
+    return None
 
 
 class StateTransfers(Protocol):
@@ -153,7 +164,7 @@ class Staged:
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
-        copied = self._device.copy_to_host(_bytes_of(storage), buffer.tensor)
+        copied = self._device.copy_to_host(storage.data_ptr(), buffer.tensor.data_ptr(), storage.nbytes())
         if copied is not None:
             self._device.wait(copied)
         operation = None
@@ -172,7 +183,8 @@ class Staged:
         """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
         ready = self._device.record(self._device.current_stream())
         after = [] if ready is None else [ready]
-        copied = self._device.copy_to_device(buffer.tensor, _bytes_of(storage), after)
+        nbytes = storage.nbytes()
+        copied = self._device.copy_to_device(buffer.tensor.data_ptr(), storage.data_ptr(), nbytes, after)
         if copied is not None:
             self._device.wait(copied)
         self._busy.append((None, copied, buffer))
@@ -198,8 +210,8 @@ class Staged:
         while self._busy:
             operation, event, buffer = self._busy[0]
             if block:
-                while operation is not None and not operation.done():
-                    self._wait_for_end(operation)
+                if operation is not None:
+                    failure_of(operation)  # `StoredTensor` raises it, with the name of the tensor
                 if event is not None:
                     self._device.block(event)
             elif (operation is not None and not operation.done()) or (
@@ -210,15 +222,6 @@ class Staged:
                 self._busy.popleft()
                 buffer.release()
             block = False
-
-    @staticmethod
-    def _wait_for_end(operation: Operation) -> None:
-        try:
-            operation.wait()
-        except Exception:
-            if not operation.done():
-                raise
-            # `StoredTensor` waits for the same operation and raises it there, with the name of the tensor.
 
 
 class _StagedLoad:
@@ -255,7 +258,3 @@ class _StagedLoad:
         if self._buffer is not None:
             self._buffer.release()
             self._buffer = None
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -329,11 +329,12 @@ class PythonPool:
             prepared = not code
             if prepared:
                 code = self._completion(operation)
-            if self._closed:
-                operation.cancel()
-            elif not code:
-                self._queue(operation)  # one that was cancelled is passed over by its workers
-            elif operation.claim():
+            with self._lock:  # behind `close` no worker would take it
+                if self._closed:
+                    operation.cancel()
+                elif not code:
+                    self._queue(operation)  # one that was cancelled is passed over by its workers
+            if code and operation.claim():
                 operation.error = self._error(operation, operation.pieces[0], code, EVENT, whole=True)
                 operation.finish()
 

@@ -1,8 +1,6 @@
-"""Metrics: declaration, collection and output.
+"""What a run writes about itself; nothing here affects training.
 
-Contains `text` (formatting), `registry` (declaration of metrics), `totals` (all metrics of a runtime), `journal` (JSON lines per
-rank, log lines) and `lines` (reading and writing JSON lines).
-
-`text` and `registry` import `ssdtrain.config` only, so that every feature can declare metrics; the other modules may import the
-features. Nothing here affects training.
+`journal` (a JSON line per step and rank, log lines), `tensorboard`, `trace` (chosen steps for a trace viewer), `module_bytes`
+(bytes by module in chosen steps), `totals` (all metrics of a runtime, over intervals and ranks), `lines` (JSON lines). Metrics
+are declared in `ssdtrain.metrics`, by the features that have them.
 """

@@ -13,14 +13,19 @@ from typing import Any, TextIO
 
 import torch
 
-from ssdtrain.messages import report
+from ssdtrain import messages
+from ssdtrain.comm import Communicator
+from ssdtrain.config import ConfigError, ConfigIssue, ReportConfig
+from ssdtrain.features import Feature, Placement
 from ssdtrain.metrics import line
+from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.output_files import open_to_append
 from ssdtrain.telemetry.lines import write_line
 from ssdtrain.telemetry.module_bytes import ModuleBytes
 from ssdtrain.telemetry.tensorboard import TensorBoard
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics
+from ssdtrain.telemetry.trace import StepTrace
 
 __all__ = ["Journal"]
 
@@ -74,6 +79,54 @@ class Journal:
         self._given: dict[str, float] = {}
         self._decisions: list[str] = []
 
+    @classmethod
+    def open(cls, report: ReportConfig, place: Placement, *, logs: bool) -> Journal | None:
+        """Open the journal that `report` asks for on this rank; None: nothing is to be written.
+
+        Args:
+            logs: write log lines every `report.interval` steps.
+
+        Raises:
+            ConfigError: the journal cannot be created, or something else is in its place.
+            OSError: files of TensorBoard cannot be created.
+        """
+        path = report.expand(rank=place.rank, local_rank=place.local_rank)
+        board_path = report.expand_tensorboard(rank=place.rank, local_rank=place.local_rank)
+        interval = report.interval if logs else 0
+        if not interval and path is None and board_path is None:
+            return None
+        board = None if board_path is None else TensorBoard(board_path, report.interval)
+        try:
+            return cls(path, interval, place.rank, board)
+        except OSError as error:
+            if board is not None:
+                board.close()
+            why = f"cannot be written ({Path(error.filename or str(path)).name} {error.strerror})"
+            allowed = "a directory of this user's own"
+            raise ConfigError([ConfigIssue("ssdtrain.report.path", str(path), why, allowed)]) from error
+
+    def recorders(
+        self,
+        report: ReportConfig,
+        place: Placement,
+        engine: OffloadEngine | None,
+        comm: Communicator | None,
+    ) -> list[Feature]:
+        """Make the features that record for its file."""
+        found: list[Feature] = []
+        if self.file is not None and report.trace:
+            file = self.file.with_name(f"trace-{self.file.stem}.json")
+            found.append(StepTrace(report.trace, file, place, engine, comm))
+        if self.file is not None and engine is not None:
+            self.modules = ModuleBytes(engine)
+            found.append(self.modules)
+        return found
+
+    @property
+    def records(self) -> bool:
+        """Whether it writes a file or event files, and not only the log."""
+        return self._stream is not None or self._board is not None
+
     def add(self, values: Mapping[str, float]) -> None:
         """Values of the training script, such as the loss, for the next line of the file. What is not finite is left out.
 
@@ -121,7 +174,7 @@ class Journal:
         if board is not None:
             board.step(number, metrics, given)
         if self._interval and number % self._interval == 0:
-            report(f"step {number} | {line(metrics.declared(), self._logged.end(metrics))}")
+            messages.report(f"step {number} | {line(metrics.declared(), self._logged.end(metrics))}")
 
     def _waits(self, metrics: RuntimeMetrics) -> dict[str, float]:
         """Seconds that backward waited in this step, by module, or by the place of a region whose module is not known."""

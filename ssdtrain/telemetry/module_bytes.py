@@ -64,8 +64,8 @@ class ModuleBytes(Feature):
 
     def _begin(self) -> None:
         engine = self._engine
-        self._tally = ModuleTally(engine.mover, engine.metrics)
-        engine.release = self._tally.release
+        self._tally = ModuleTally(engine.metrics)
+        engine.observe_releases(self._tally)
         found = [model for known in self._models if (model := known()) is not None]
         if not (self._hooks_compile or any(map(_is_compiled, found))):
             self._watched = True
@@ -77,7 +77,7 @@ class ModuleBytes(Feature):
         tally, self._tally = self._tally, None
         if tally is None:
             return
-        self._engine.release = self._engine.mover.release
+        self._engine.observe_releases(None)
         for place, name in [*tally.names.items()]:  # another thread may be in its `release`
             if self.names.setdefault(place, name) != name:
                 self.names[place] = ""

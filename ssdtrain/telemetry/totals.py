@@ -26,8 +26,8 @@ class StepMetrics(MetricSet):
     """Metrics of the run as a whole."""
 
     step_seconds: float = counter(Unit.SECONDS, "time", ranks=Reduce.MAX)
-    """From the beginning of each step to its end; where the loop does not say when a step begins, from the end of the one
-    before, and that of the first step from its first forward."""
+    """Time from the beginning of each step to its end; where the loop does not say when a step begins, from the end of the one
+    before, and of the first step from its first forward."""
 
 
 class RuntimeMetrics:

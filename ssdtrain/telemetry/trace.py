@@ -1,15 +1,18 @@
-"""`report.trace`: records chosen steps, and writes them as a file that trace viewers read."""
+"""`report.trace`: records chosen steps, and writes them in the trace event format that Perfetto and chrome://tracing read."""
 
 from __future__ import annotations
 
+import json
 import logging
 import socket
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,10 +23,9 @@ from ssdtrain.features import UNNAMED, Feature, Forward, Microbatch, Placement, 
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.output_files import replace_file
 from ssdtrain.profile.modules import ModuleNames
-from ssdtrain.profile.passes import StepRecord
-from ssdtrain.profile.time_spans import Spans
+from ssdtrain.profile.passes import PassTimes, StepRecord
+from ssdtrain.profile.time_spans import Span, Spans
 from ssdtrain.storage import forks
-from ssdtrain.telemetry.trace_events import TracedStep, trace_of
 
 __all__ = ["StepTrace"]
 
@@ -59,7 +61,7 @@ class StepTrace(Feature):
         self._modules = ModuleNames() if engine is None else engine.modules
         self._models: list[weakref.ref[nn.Module]] = []
         self._next = 1
-        self._recording: _Recording | None = None
+        self._recording: _StepRecording | None = None
         self._turn = threading.RLock()
         """Held to begin or end a recording: a forward, the end of a step and that of the runtime may come on several threads."""
         forks.track(self)
@@ -67,7 +69,7 @@ class StepTrace(Feature):
         self._written = 0
 
     def after_fork(self) -> None:
-        """In a forked child: a thread of the parent may have held the lock."""
+        """Make another lock in a forked child: a thread of the parent may have held this one."""
         self._turn = threading.RLock()
 
     def attach(self, model: nn.Module) -> None:
@@ -104,7 +106,7 @@ class StepTrace(Feature):
         with self._turn:
             if self._recording is not None or self._next not in self._steps:
                 return  # another thread was here first
-            recording = self._recording = _Recording(self._place, self._engine)
+            recording = self._recording = _StepRecording(self._place, self._engine)
             if self._comm is not None:
                 self._comm.meter.record(recording.spans)
             self._modules.spans = recording.spans
@@ -160,7 +162,7 @@ class StepTrace(Feature):
         return f"trace of {len(self._steps)} steps: {self._file}"
 
 
-class _Recording:
+class _StepRecording:
     """A step that is being recorded."""
 
     def __init__(self, place: Placement, engine: OffloadEngine | None) -> None:
@@ -174,7 +176,7 @@ class _Recording:
         self._began = self.spans.opened("step")
         if engine is not None:
             self._mark = engine.device.timestamp()
-            engine.metrics.spans = self.spans
+            engine.record_spans(self.spans)
             engine.recorder.request("trace", True)
             engine.meter.start_timeline()
 
@@ -184,9 +186,147 @@ class _Recording:
         step = TracedStep(number, self.spans, self._began, self._unix, self._mark)
         if self._engine is None:
             return step, None
-        self._engine.metrics.spans = None
+        self._engine.record_spans(None)
         meter, record = self._engine.meter, self._engine.recorder.take("trace")
         step.memory = [entry for entry in meter.timeline if entry[0] >= self._began]
         meter.stop_timeline()
         self._engine.recorder.request("trace", False)
         return step, record
+
+
+DEVICE_TRACK = "saved tensors, as the device computes"
+QUEUES = ("stores", "loads")
+
+
+@dataclass
+class TracedStep:
+    """What was recorded of a step. Seconds of `time.perf_counter`, where nothing else is said."""
+
+    number: int
+    spans: Spans
+    began: float
+    unix: float
+    """`time.time()` at `began`."""
+    mark: Timestamp | None = None
+    """`began` on the clock of the device; None: nothing is known of the device."""
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    """(when, bytes alive for backward from then on)."""
+    passes: list[PassTimes] = field(default_factory=list)
+    """Forwards and backwards, on the clock of the device."""
+
+
+def trace_of(steps: list[TracedStep], rank: int, host: str) -> str:
+    """The content of a trace file: one process, which is the rank, with a track for each thread, for the device, and for
+    as many stores and loads as were under way at once.
+
+    Times count from the first step; "otherData" has its begin as microseconds since 1970, by which ranks are put together.
+    """
+    start = steps[0].began
+    tracks = _Tracks(rank)
+    events: list[dict[str, Any]] = []
+    for step in steps:
+        # By the clock of the first step: a clock that is set meanwhile must not part the steps of a rank.
+        threads = [span for span in step.spans.found if not isinstance(span.track, str)]
+        for span in threads:
+            if span.kind == "step":
+                tracks.of(span.track, "training")
+        for span in sorted(threads, key=lambda span: (span.began, -span.ended)):
+            events.append(_event(span, start, rank, tracks.of(span.track, "autograd or other")))
+        for queue in QUEUES:
+            moved = sorted((span for span in step.spans.found if span.track == queue), key=lambda s: s.began)
+            for lane, span in _lanes(moved):
+                events.append(_event(span, start, rank, tracks.of((queue, lane), queue)))
+        events += _device(step, start, rank, tracks)
+        for when, nbytes in step.memory:
+            stamp = _nanoseconds(when - start) / 1e3
+            values = {"bytes": nbytes}
+            events.append(
+                {"ph": "C", "name": "activation memory", "pid": rank, "tid": 0, "ts": stamp, "args": values}
+            )
+    about = {
+        "rank": rank,
+        "host": host,
+        "steps": [step.number for step in steps],
+        "dropped": sum(step.spans.dropped for step in steps),
+        "unix_microseconds": steps[0].unix * 1e6,
+    }
+    named = [_named("process_name", rank, 0, f"rank {rank} ({host})"), *tracks.named()]
+    return json.dumps({"traceEvents": [*named, *events], "displayTimeUnit": "ms", "otherData": about})
+
+
+def _named(what: str, rank: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": what, "pid": rank, "tid": track, "args": {"name": name}}
+
+
+class _Tracks:
+    """Numbers of tracks, and their names."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._numbers: dict[Any, int] = {}
+        self._names: list[str] = []
+
+    def of(self, key: Any, name: str) -> int:
+        if key not in self._numbers:
+            self._names.append(name)
+            self._numbers[key] = len(self._names)
+        return self._numbers[key]
+
+    def named(self) -> Iterator[dict[str, Any]]:
+        for number, name in enumerate(self._names, 1):
+            yield _named("thread_name", self._rank, number, name)
+            yield {
+                "ph": "M",
+                "name": "thread_sort_index",
+                "pid": self._rank,
+                "tid": number,
+                "args": {"sort_index": number},
+            }
+
+
+def _nanoseconds(seconds: float) -> int:
+    # Begin and end are rounded alike, so that what nests still nests.
+    return round(seconds * 1e9)
+
+
+def _event(span: Span, start: float, rank: int, track: int) -> dict[str, Any]:
+    began, ended = _nanoseconds(span.began - start), _nanoseconds(span.ended - start)
+    event = {
+        "ph": "X",
+        "cat": span.kind,
+        "name": span.name,
+        "pid": rank,
+        "tid": track,
+        "ts": began / 1e3,
+        "dur": (ended - began) / 1e3,
+    }
+    if span.nbytes:
+        event["args"] = {"bytes": span.nbytes}
+    return event
+
+
+def _lanes(spans: Iterable[Span]) -> Iterator[tuple[int, Span]]:
+    """Each span, in order of its begin, with the first lane that is free then."""
+    ends: list[float] = []
+    for span in spans:
+        lane = next((index for index, ended in enumerate(ends) if ended <= span.began), len(ends))
+        ends[lane : lane + 1] = [span.ended]
+        yield lane, span
+
+
+def _device(step: TracedStep, start: float, rank: int, tracks: _Tracks) -> Iterator[dict[str, Any]]:
+    mark = step.mark.seconds() if step.mark is not None else None
+    if mark is None:
+        return
+    offset = step.began - mark
+    for one in step.passes:
+        track = tracks.of("device", DEVICE_TRACK)
+        whole = Span(
+            track, one.kind, f"{one.kind}, chunk {one.chunk}", one.began + offset, one.ended + offset
+        )
+        yield _event(whole, start, rank, track)
+        for name, began, ended in one.hooks:
+            what = "save" if one.kind == "forward" else "use"
+            yield _event(
+                Span(track, what, f"{what} {name}", began + offset, ended + offset), start, rank, track
+            )

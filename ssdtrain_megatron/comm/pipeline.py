@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm import Communicator
+from ssdtrain.integration.patching import Function
 
 __all__ = ["Pipeline"]
 
-Function = Callable[..., Any]
 
 # What Megatron's functions call their tensors -> (what is sent, the peer's argument), in the order in which they issue them.
 _MESSAGES = {

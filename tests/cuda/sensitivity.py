@@ -42,22 +42,26 @@ def without(call: str, caller: str, otherwise: Any = None) -> Callable[[Any], No
 
 
 def store_without_wait(device: Any) -> None:
-    device.copy_to_host = lambda self, source, target: self._copy(source, target, self._store_stream)
+    from ssdtrain.device.streams import NO_STREAM, TO_HOST
+
+    device.copy_to_host = lambda self, source, target, nbytes: self._copy(
+        source, target, nbytes, TO_HOST, self._store, NO_STREAM
+    )
 
 
 def load_without_wait(device: Any) -> None:
-    device.copy_to_device = lambda self, source, target, after=(): self._copy(
-        source, target, self._load_stream
+    copy = device.copy_to_device
+    device.copy_to_device = lambda self, source, target, nbytes, after=(), within=False: copy(
+        self, source, target, nbytes, within=within
     )
 
 
 def event_before_the_copy(device: Any) -> None:
-    import torch
+    original = device._copy
 
-    def copy(self: Any, source: Any, target: Any, stream: Any) -> Any:
+    def copy(self: Any, source: int, target: int, nbytes: int, kind: int, stream: int, *waits: Any) -> Any:
         event = self._recorded(stream)
-        with torch.cuda.device(self.device), torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
+        original(self, source, target, nbytes, kind, stream, *waits)
         return event
 
     device._copy = copy
@@ -68,7 +72,7 @@ REMOVALS: dict[str, Callable[[Any], None]] = {
     "a store waits for what made the data": store_without_wait,
     "a load waits for the last users of its memory": load_without_wait,
     "an event stands behind its copy": event_before_the_copy,
-    "a target's death is recorded on its streams": without("record", "<listcomp>"),
+    "a target's death is recorded on its streams": without("record", "_retire"),
     "unpack waits for the load": without("wait", "end_load"),
     "a departure waits for the store": without("wait", "depart"),
     "an encoding is waited for": without("wait", "encode"),

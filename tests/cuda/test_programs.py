@@ -42,7 +42,7 @@ def make(
     options = {**options, **variant.get("options", {})}
     del options["collecting"]
     section = {"directories": directory, "min_bytes": 1024, "buffer": "4MiB", **options}
-    with Runtime(load_config({"offload": section}), device=device) as runtime:
+    with Runtime(load_config({"offload": section}), device) as runtime:
         if "slots" in variant:
             only_slots(runtime, variant["slots"])
         if "part" in variant:

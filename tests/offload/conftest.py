@@ -17,7 +17,7 @@ import torch
 from ssdtrain.config import load_config
 from ssdtrain.offload.policy import Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.offload.region import Region
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from tests.support.filesystems import eventually
 from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
 from tests.support.tiers import tiered
@@ -161,7 +161,7 @@ def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
     made: list[Runtime] = []
 
     def make(variant: Variant = VARIANTS[0], **more: Any) -> Runtime:
-        build = {key: more.pop(key) for key in ("faults", "timeline", "checkpoint") if key in more}
+        build = {key: more.pop(key) for key in ("faults", "checkpoint") if key in more}
         directories = [str(tmp_path / f"ssdtrain-{len(made)}-{drive}") for drive in range(variant.drives)]
         section = {
             "directories": directories,
@@ -173,7 +173,8 @@ def make_runtime(tmp_path: Path) -> Iterator[MakeRuntime]:
         config: dict[str, Any] = {"offload": section}
         if "checkpoint" in build:
             config["checkpoint"] = build.pop("checkpoint")
-        runtime = Runtime(load_config(config), staged=variant.staged or None, **build)
+        seams = Seams(build.get("faults"), variant.staged or None)
+        runtime = Runtime(load_config(config), seams=seams)
         runtime.engine.mover.stores.bound = variant.bound
         if variant.slots is not None:
             only_slots(runtime, variant.slots)

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from ssdtrain.config import load_config
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 
 VARIANTS: dict[str, tuple[dict[str, Any], bool]] = {
     "c": ({}, False),
@@ -171,7 +171,7 @@ class Sweep:
             options, staged = VARIANTS[name]
             section = {"directories": f"{self._directory.name}/{name}", "min_bytes": 1, "capacity": "64MiB"}
             config = load_config({"offload": {**section, **options}, "report": {"interval": 0}})
-            self.runtimes[name] = Runtime(config, staged=staged or None)
+            self.runtimes[name] = Runtime(config, seams=Seams(staged=staged or None))
 
     def run(self, op: Any) -> None:
         dtypes = (

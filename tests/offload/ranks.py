@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ssdtrain.config import load_config
-from ssdtrain.runtime import Runtime
+from ssdtrain.features import Placement
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults
 from tests.offload.conftest import settled
 from tests.offload.zoo import Gpt
@@ -45,7 +46,7 @@ def runtime_of(scenario: str, directory: str, rank: int, world: int) -> Runtime:
     section = {"directories": f"{directory}/{rank}", "min_bytes": 1024, **options}
     plan = {"plan": {"device_limit": "1KiB"}} if scenario == NO_PLAN and rank == SICK else {}
     config = load_config({"offload": section, **plan})
-    return Runtime(config, faults=faults, rank=rank, local_rank=rank, local_world_size=world, logs=False)
+    return Runtime(config, Placement.of("cpu", rank, rank, world), seams=Seams(faults), logs=False)
 
 
 def train(scenario: str, directory: str) -> dict[str, Any]:

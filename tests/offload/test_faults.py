@@ -15,10 +15,10 @@ from tests.offload import zoo
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, stored_forward
 from tests.offload.test_equality import same
 
-WAYS = [VARIANTS[0], VARIANTS[1], VARIANTS[2]]
+WAYS = [VARIANTS[0], VARIANTS[2]]  # the Python engine injects no faults
 
 
-@pytest.fixture(params=WAYS, ids=["c", "python", "staged"])
+@pytest.fixture(params=WAYS, ids=["c", "staged"])
 def way(request: pytest.FixtureRequest) -> Variant:
     return request.param  # type: ignore[no-any-return]
 
@@ -114,7 +114,8 @@ def test_after_a_failed_read_a_second_try_may_succeed(make_runtime: MakeRuntime)
 
 
 def test_several_threads_train_at_once(variant: Variant, make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime(variant, faults=Faults(seed=1, delay=0.2, max_delay=0.002))
+    slow = None if variant.name == "python" else Faults(seed=1, delay=0.2, max_delay=0.002)
+    runtime = make_runtime(variant, faults=slow)
     cases = [zoo.swiglu, zoo.overlapping_qkv, zoo.tied_weights, zoo.lstm]
     # Each case draws its weights from the global generator: one after the other here, then all at once with ready weights.
     wanted: dict[int, list[torch.Tensor]] = {}

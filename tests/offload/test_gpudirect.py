@@ -18,7 +18,7 @@ from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload import gpudirect
 from ssdtrain.offload import hung as hanging
 from ssdtrain.offload.transfer_state import State
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults, IOFailure
 from ssdtrain.storage import gpudirect as storage
 from tests.offload.conftest import MakeRuntime, Variant, holds_nothing, settled
@@ -265,7 +265,10 @@ def config(tmp_path: Path, **more: Any) -> Any:
 
 def chosen(tmp_path: Path, caplog: pytest.LogCaptureFixture, **more: Any) -> tuple[bool, str]:
     """Whether a runtime with these options uses it, and what it logs."""
-    with caplog.at_level(logging.INFO, "ssdtrain"), Runtime(config(tmp_path, **more), staged=True) as runtime:
+    with (
+        caplog.at_level(logging.INFO, "ssdtrain"),
+        Runtime(config(tmp_path, **more), seams=Seams(staged=True)) as runtime,
+    ):
         used = isinstance(runtime.engine.mover.transfer, gpudirect.GpuDirectTransfer)
     return used, "\n".join(line for line in caplog.text.splitlines() if "GPUDirect" in line)
 
@@ -420,7 +423,7 @@ def test_a_read_that_hangs_in_backward_is_given_up_for_one_through_host_memory(
 
 @pytest.mark.parametrize("choice", ["on", "auto"])
 def test_the_probe_is_not_counted(stand_in: KvikioStandIn, tmp_path: Path, choice: str) -> None:
-    with Runtime(config(tmp_path, gpudirect=choice), staged=True) as runtime:
+    with Runtime(config(tmp_path, gpudirect=choice), seams=Seams(staged=True)) as runtime:
         found = runtime.statistics().store
     assert stand_in.written and (found.ssd_bytes_written, found.write_seconds, found.read_seconds) == (
         0,
@@ -434,7 +437,7 @@ def test_demanded_and_not_possible_is_an_error_with_the_reason(
 ) -> None:
     stand_in.is_gds_available = False
     with pytest.raises(ValueError, match=r'offload.gpudirect is "on", but .*nvidia-fs.*set it to "auto"'):
-        Runtime(config(tmp_path, gpudirect="on"), staged=True)
+        Runtime(config(tmp_path, gpudirect="on"), seams=Seams(staged=True))
 
 
 def test_demanded_on_the_cpu_is_an_error(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ssdtrain.config import load_config
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults
 from tests.offload.conftest import (
     IN_PARTS,
@@ -102,7 +102,8 @@ def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faul
             device = LaggingDevice(faults.seed)
             stack.callback(device.close)
             stack.enter_context(patch("ssdtrain.offload.build.device_for", lambda _: device))
-        runtime = Runtime(load_config({"offload": section}), staged=variant.staged or None, faults=faults)
+        injected = None if options.get("engine") == "python" else faults
+        runtime = Runtime(load_config({"offload": section}), seams=Seams(injected, variant.staged or None))
         stack.enter_context(runtime)
         if variant.slots is not None:
             only_slots(runtime, variant.slots)

@@ -16,7 +16,7 @@ import ssdtrain
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.offload.feature import MOST_TAPES
 from ssdtrain.pytorch.attached import attach_model
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import SpillStore
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime, Variant, io_threads, open_files, settled
@@ -290,7 +290,7 @@ def test_what_is_written_from_where_it_lies_is_put_into_huge_pages(
             super().__init__(*places, huge_pages=huge_pages, **settings)
 
     monkeypatch.setattr(sys.modules["ssdtrain.offload.build"], "SpillStore", Asked)
-    Runtime(load_config({"offload": {"directories": str(tmp_path)}}), staged=staged).close()
+    Runtime(load_config({"offload": {"directories": str(tmp_path)}}), seams=Seams(staged=staged)).close()
     assert asked == [asks]
 
 

@@ -43,7 +43,7 @@ from ssdtrain.config import load_config
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.region import Handle, Kept
 from ssdtrain.offload.tape import Tape
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 
 PLAIN, COPYING, RACING, STORED, STAGED, UNSHARED = (
     "plain",
@@ -90,7 +90,7 @@ class Around:
                 "capacity": "1GiB",
             }
             self._runtime = Runtime(
-                load_config({"offload": section}), staged=way == STAGED or None, logs=False
+                load_config({"offload": section}), seams=Seams(staged=way == STAGED or None), logs=False
             )
             assert self._runtime.engine is not None
             if way == UNSHARED:

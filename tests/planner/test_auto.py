@@ -19,8 +19,8 @@ from ssdtrain.planner.controller import AdaptiveOffload
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.step import KEEP, Block, Machine, Tier, one_after_the_other
-from ssdtrain.planner.step_ends import UNENDED
 from ssdtrain.runtime import Runtime
+from ssdtrain.steps import UNENDED_FORWARDS
 from tests.offload.conftest import settled, stored_forward
 from tests.support.filesystems import eventually
 
@@ -132,8 +132,7 @@ def test_an_optimizer_inside_of_backward_ends_the_step_before_the_next_forward(
     if isinstance(controller, AutoPlan):
         assert controller.plan is not None
     else:
-        # The first one may be that of a loop that announces its steps; the last one ends when the next forward begins.
-        assert controller._steps == 18
+        assert controller.steps == 19  # the last one ends when the next forward begins
     runtime.close()
 
 
@@ -151,7 +150,7 @@ def test_the_optimizer_of_another_model_ends_no_step(tmp_path: Path) -> None:
         made.square().sum().backward()
         ours.step()
     # Until the first step of our optimizer the other one may have been ours.
-    assert controller._steps == 11
+    assert controller.steps == 11
     assert isinstance(controller._policy, AdaptivePolicy) and controller._policy.plans
     runtime.close()
 
@@ -162,7 +161,7 @@ def test_without_the_end_of_a_step_records_do_not_grow(
     model = make_model()
     runtime = ssdtrain.attach(model, config(tmp_path))
     assert runtime.engine is not None
-    for _ in range(UNENDED + 10):
+    for _ in range(UNENDED_FORWARDS + 10):
         model(torch.randn(1, 64)).sum().backward()
         for parameter in model.parameters():
             parameter.grad = None
@@ -185,7 +184,7 @@ def test_a_loop_that_announces_its_steps_has_no_others(tmp_path: Path) -> None:
     for step in range(6):
         gradients(model, runtime, step)
         optimizer.step()
-    assert controller._steps == 6
+    assert controller.steps == 6
     runtime.close()
 
 

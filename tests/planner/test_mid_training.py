@@ -18,8 +18,8 @@ from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
 from ssdtrain.planner.room import DeviceMemory, Room
 from ssdtrain.planner.search import search
 from ssdtrain.planner.step import KEEP, Block, Machine, one_after_the_other
-from ssdtrain.planner.step_ends import UNENDED
 from ssdtrain.planner.timeline import simulate
+from ssdtrain.steps import UNENDED_FORWARDS
 from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, equal, gpt, train
 
 
@@ -120,8 +120,7 @@ def test_what_is_in_flight_follows_the_size_of_forwards_up_and_down(tmp_path: Pa
 def test_steps_of_many_forwards_are_recorded_as_far_as_memory_allows(
     amount: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("auto", "controller"):
-        monkeypatch.setattr(f"ssdtrain.planner.{module}.UNENDED", 4)
+    monkeypatch.setattr("ssdtrain.steps.UNENDED_FORWARDS", 4)
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
     model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())
@@ -146,7 +145,7 @@ def test_a_plan_in_a_loop_that_ends_no_step_keeps_no_records(caplog: pytest.LogC
     model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())
     with ssdtrain.attach(model, {"plan": "auto", **QUIET}) as runtime:
         auto = auto_of(runtime)
-        for _ in range(UNENDED + 5):
+        for _ in range(UNENDED_FORWARDS + 5):
             model(torch.randn(64, 64)).sum().backward()
         assert not auto._found and not runtime.engine.recorder.active
         for _ in range(WARM_UP + RECORDED + 1):

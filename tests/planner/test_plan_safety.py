@@ -129,22 +129,17 @@ class InPlace(nn.Module):
         return self.linear(x.relu_())
 
 
-def test_a_block_that_changes_its_input_is_not_recomputed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tiers", [False, True], ids=["recompute", "offload and recompute"])
+def test_a_block_that_changes_its_input_is_not_recomputed(tiers: bool, tmp_path: Path) -> None:
     torch.manual_seed(0)
     expected = train(Stack(InPlace))
     torch.manual_seed(0)
     model = Stack(InPlace)
-    config = {**LEAST, "offload": {"directories": str(tmp_path), "min_bytes": "4KiB"}}
-    with ssdtrain.attach(model, config) as runtime:
+    offload = {"offload": {"directories": str(tmp_path), "min_bytes": "4KiB"}} if tiers else {}
+    with ssdtrain.attach(model, {**LEAST, **offload}) as runtime:
         assert equal(expected, train(model))
         plan = auto_of(runtime).plan
-    assert plan is not None and not plan.count("recompute")
-    model = Stack(InPlace)
-    with (
-        ssdtrain.attach(model, LEAST),
-        pytest.raises(RuntimeError, match=r"'layers\.0' changes its input in place"),
-    ):
-        train(model)
+    assert plan is None or not plan.count("recompute")
 
 
 class State(nn.Module):
@@ -295,7 +290,7 @@ def test_what_is_kept_for_a_backward_at_once_is_not_planned_to_leave(
         problem = auto_of(runtime).problem
         assert runtime.engine is not None and not runtime.engine.metrics.offloaded_bytes
     assert first is not None and problem is not None
-    assert first.offload.saved_bytes < 0.5 * sum(block.saved for block in problem.blocks)
+    assert first.offload.activation_peak_bytes <= limit < sum(block.saved for block in problem.blocks)
     assert plan is not None and plan.peak <= limit
     assert set(plan.actions) == {"keep", "recompute"}
 

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import _CheckpointFrame
 
 import ssdtrain
 from ssdtrain.planner import recomputations
@@ -266,6 +267,91 @@ def test_where_saved_tensors_leave_memory_a_difference_is_found_without_an_error
     assert not planned.errors
     assert plan is not None and not plan.count("recompute")
     assert "the block 'blocks.5' computed other values when it ran again: it is not recomputed" in caplog.text
+
+
+class Padded(Block):
+    """Saves a buffer of which it writes a part, and uses that alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padded = x.new_empty(2 * x.shape[0], x.shape[1])
+        padded[: x.shape[0]] = x
+        return x + self.down(self.up(padded.tanh()[: x.shape[0]]))
+
+
+class Randomised(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.rrelu(self.up(x), training=True))
+
+
+class Aligned(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.up(x).view(16, 4, -1).log_softmax(-1)
+        targets, lengths = torch.ones(4, 3, dtype=torch.long), torch.full((4,), 3)
+        loss = nn.functional.ctc_loss(scores, targets, torch.full((4,), 16), lengths)
+        return self.down(self.up(x).tanh()) + 1e-3 * loss
+
+
+class Counts(Block):
+    """Computes by something that changes in each run and that nobody puts back."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.box = types.SimpleNamespace(runs=0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.box.runs += 1
+        return x + self.down(torch.tanh(self.up(x) * self.box.runs))
+
+
+class InPlace(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.mul_(2) if x.grad_fn is not None else x
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+@pytest.mark.parametrize("kind", [Padded, Randomised, Aligned, InPlace, Counts])
+def test_a_block_that_never_computes_the_same_twice_is_kept_without_an_error(
+    kind: type[Block], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also without tiers, where all blocks are to be recomputed from the first forward on."""
+    loops = []
+    for _ in range(2):
+        net = Net()
+        net.blocks = nn.ModuleList(kind(net.config) for _ in range(BLOCKS))
+        net.load_state_dict(loops[0].net.state_dict() if loops else net.state_dict())
+        loops.append(Loop(net))
+    plain, planned = loops
+    # A second run counts too.
+    steps = 1 if kind is Counts else WARM
+    torch.manual_seed(1)
+    expected = [plain.step() for _ in range(steps)]
+    torch.manual_seed(1)
+    with ssdtrain.attach(planned.net, LEAST) as runtime:
+        for gradients in expected:
+            assert equal(gradients, planned.step())
+        assert not planned.errors
+        for _ in range(WARM):
+            planned.step()
+        plan = auto_of(runtime).plan
+    assert not planned.errors
+    if kind in (Padded, InPlace, Counts):
+        # The first one's input needs no gradient, so all that it saves is determined.
+        assert plan is None or plan.count("recompute") <= (kind is not Counts)
+        assert "it is not recomputed" in caplog.text
+
+
+def test_a_trial_keeps_nothing_for_a_graph_that_is_retained(tmp_path: Path) -> None:
+    """torch's checkpoint would keep the block's inputs, and what its second run saved."""
+    frames = lambda: [one for one in gc.get_objects() if isinstance(one, _CheckpointFrame)]  # noqa: E731
+    planned = Loop(Net())
+    with ssdtrain.attach(planned.net, with_tiers(LEAST, True, tmp_path)) as runtime:
+        while not auto_of(runtime)._recomputations._alike:
+            loss = planned.net(torch.randn(64, WIDTH))
+            loss.backward(retain_graph=True)
+            if auto_of(runtime)._recomputations._alike:
+                assert not frames()
+            planned.optimizer.step()
+            del loss
 
 
 def test_a_difference_that_begins_late_is_found_by_the_steps_that_are_compared_now_and_then() -> None:

@@ -100,7 +100,7 @@ def test_a_fixed_amount_that_wears_the_drives_too_fast_is_a_loud_line(
             while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
                 pass
             loss.backward()
-            runtime.offload.checks.on_step_end(Step(step, 1.0))  # seconds of a fake clock
+            runtime.offload.checks.step_ended(Step(step, 1.0))  # seconds of a fake clock
     lines = [r.getMessage() for r in caplog.records if "offload.endurance" in r.getMessage()]
     assert len(lines) == said
     if said:

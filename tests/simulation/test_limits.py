@@ -132,7 +132,7 @@ def test_an_arena_grows_when_nothing_is_alive(order: list[tuple[str, int]], at_f
 def test_in_a_loop_that_announces_its_steps_an_arena_grows_between_them(steps: bool, tmp_path: Path) -> None:
     config = load_config({"offload": {"directories": str(tmp_path), "amount": "all"}})
     grown: list[bool] = []
-    with Runtime(config, device=torch.device("cpu")) as runtime:
+    with Runtime(config, torch.device("cpu")) as runtime:
         assert runtime.engine is not None
         runtime.engine.grow = lambda *, between_steps: grown.append(between_steps)  # type: ignore[method-assign]
         weight = torch.ones(64, 64, requires_grad=True)

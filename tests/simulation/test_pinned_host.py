@@ -10,7 +10,6 @@ import pytest
 
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.staged import bytes_of_slot
 from ssdtrain.offload.transfer_state import TransferState
 from ssdtrain.storage import StoreMetrics
 from ssdtrain.storage.slot import Slot
@@ -108,12 +107,12 @@ def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
     transfer: Any = engine.mover.transfer
     tensor = made.device.empty(MiB)
     host_slot, drive_slot = made.store.reserve(MiB), made.store.reserve(MiB, "ssd")
-    copy = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
+    copy = made.device.copy_to_host(tensor.data_ptr(), host_slot.address, MiB)
     transfer._copied(host_slot, copy, into=True)
     assert made.store.write(drive_slot, tensor.data_ptr()).wait(60)
     region = NonCallableMock(nbytes=MiB, transfer=TransferState(MiB))
     region.transfer.slot = drive_slot
-    again = made.device.copy_to_host(tensor, bytes_of_slot(host_slot))
+    again = made.device.copy_to_host(tensor.data_ptr(), host_slot.address, MiB)
     transfer._copied(host_slot, again, into=True)
     assert transfer.passing() is not None and not again.query()
     engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]

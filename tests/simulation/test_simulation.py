@@ -55,7 +55,7 @@ def test_work_of_a_stream_is_in_order_and_that_of_two_streams_overlaps(device: S
 def test_a_copy_brings_what_the_kernel_before_it_wrote(device: SimulatedDevice) -> None:
     source, target = device.empty(1000), torch.zeros(1000, dtype=torch.uint8)
     device.compute.work(1.0, end=lambda: source.fill_(7))
-    event = device.copy_to_host(source, target)
+    event = device.copy_to_host(source.data_ptr(), target.data_ptr(), 1000)
     device.timeline.spend(0.5)
     assert not event.query()
     device.synchronize()
@@ -66,7 +66,7 @@ def test_memory_that_was_let_go_of_too_early_is_overwritten(device: SimulatedDev
     source, target = device.empty(1000), torch.zeros(1000, dtype=torch.uint8)
     source.fill_(7)
     device.compute.work(1.0)
-    device.copy_to_host(source, target)  # waits for the kernel
+    device.copy_to_host(source.data_ptr(), target.data_ptr(), 1000)  # waits for the kernel
     device.timeline.spend(1.0001)
     del source  # the copy is under way, and nothing holds back what comes after it on the compute stream
     device.synchronize()

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import gc
 
+import torch
+
 from ssdtrain.offload.targets import LoadTargets
 from tests.support.simulated.device import SimulatedDevice, Stream
 from tests.support.simulated.timeline import Timeline
@@ -44,7 +46,8 @@ def test_the_next_copy_waits_for_every_stream_that_was_handed_the_memory() -> No
     del tensor
     second = targets.reserve(1024)
     assert second.block.data_ptr() == first.block.data_ptr()
-    event = device.copy_to_device(second.tensor.new_zeros(1024), targets.take(second), second.awaited)  # type: ignore[union-attr]
+    zeros, tensor = torch.zeros(1024, dtype=torch.uint8), targets.take(second)
+    event = device.copy_to_device(zeros.data_ptr(), tensor.data_ptr(), 1024, second.awaited)
     device.synchronize()
     assert event.when is not None and event.when >= 2.0
 
@@ -106,3 +109,26 @@ def test_memory_is_used_again_only_for_what_needs_most_of_it() -> None:
     assert small.block.data_ptr() != address and not small.awaited
     assert large.block.data_ptr() == address and len(large.awaited) == 1
     assert large.tensor is not None and large.tensor.untyped_storage().nbytes() == 4096
+
+
+def test_memory_that_is_out_of_use_serves_the_next_load_while_loads_go_on() -> None:
+    _, targets = made()
+    first, second = targets.reserve(4096), targets.reserve(4096)
+    loaded = [targets.take(first), targets.take(second)]
+    addresses = {first.block.data_ptr(), second.block.data_ptr()}
+    # 1. One dies, and nothing uses its memory: the next load gets it.
+    del loaded[0], first
+    targets.note_deaths()
+    third = targets.reserve(4096)
+    assert third.block.data_ptr() in addresses
+    loaded.append(targets.take(third))
+    # 2. Memory of another size is not kept for it.
+    logits = targets.take(targets.reserve(1 << 20))
+    loaded.append(targets.take(targets.reserve(4096)))
+    del logits
+    targets.note_deaths()
+    assert not targets._pending
+    # 3. Nor is any where no load goes on.
+    loaded.clear()
+    targets.note_deaths()
+    assert not targets._pending and not targets._alive

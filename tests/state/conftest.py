@@ -12,7 +12,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import load_config
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults
 
 Attach = Callable[..., Runtime]
@@ -41,7 +41,7 @@ def attach(tmp_path: Path) -> Iterator[Attach]:
         if faults is None and staged is None:
             runtime = ssdtrain.attach(model, config, optimizer=optimizer)
         else:
-            runtime = Runtime(load_config(config), faults=faults, staged=staged, chunked_state=True)
+            runtime = Runtime(load_config(config), seams=Seams(faults, staged), chunked_state=True)
             runtime.state.optimizer = optimizer
             runtime.register(model)
         made.append(runtime)

@@ -6,6 +6,7 @@ import copy
 import gc
 import logging
 import pickle
+import types
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import ssdtrain
 from ssdtrain.config import ConfigError
 from ssdtrain.state.chunk import Part
 from ssdtrain.state.residency import Residency
-from ssdtrain.state.stored import checksum
+from ssdtrain.state.stored import StoredTensor, checksum
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
@@ -133,6 +134,31 @@ def test_an_eviction_reads_one_flag_of_the_device(attach: Attach, monkeypatch: p
             layer(torch.ones(1, 128))
     assert max(compared) > 1, "weight and bias"
     assert max(reads) == 1
+
+
+def test_a_store_that_cannot_begin_leaves_no_slot_that_looks_unchanged() -> None:
+    class Transfers:
+        frees_at_once, refuses = False, False
+
+        def make_room(self, nbytes: int) -> None: ...
+
+        def store(self, slot: Any, storage: Any) -> Any:
+            if self.refuses:
+                raise OSError("no thread can be started")
+            return types.SimpleNamespace(wait=lambda: None, done=lambda: True)
+
+    transfers: Any = Transfers()
+    tensor, slot = torch.ones(64), Any
+    stored = StoredTensor("weight", tensor, slot, transfers, watched=True)  # type: ignore[arg-type]
+    assert stored.begin_store() == tensor.nbytes
+    tensor.data.neg_()
+    assert stored.differs()
+    transfers.refuses = True
+    with pytest.raises(OSError, match="no thread"):
+        stored.begin_store(changed_unseen=True)
+    transfers.refuses = False
+    assert not stored.differs()
+    assert stored.begin_store() == tensor.nbytes
 
 
 def test_the_checksum_sees_places_signs_and_the_last_bytes() -> None:

@@ -56,5 +56,3 @@ def test_workers_have_a_name_and_no_signals(
             blocked = int(fields["SigBlk"], 16)
             # The C library keeps two real-time signals for itself, and SIGKILL and SIGSTOP cannot be blocked.
             assert all(blocked >> (number - 1) & 1 for number in (1, 2, 10, 13, 14, 15, 17, 40))
-    store.free(slot)
-    source.release()

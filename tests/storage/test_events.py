@@ -68,8 +68,6 @@ def test_a_write_waits_for_its_event_before_it_reads_the_source(
     events.passed.add(0xE0)
     assert write.wait(30) and set(events.queried) == {0xE0}
     assert contents(store, slot, arena) == payload(MiB, 2)
-    store.free(slot)
-    source.release()
 
 
 def test_reads_and_other_writes_go_on_while_an_event_is_far_away(
@@ -88,10 +86,6 @@ def test_reads_and_other_writes_go_on_while_an_event_is_far_away(
     assert not any(write.begun() or write.done() for write in writes)
     events.passed.add(1)
     assert all(write.wait(30) for write in writes)
-    for slot in (stored, *slots):
-        store.free(slot)
-    source.release()
-    target.release()
 
 
 def test_events_are_awaited_in_order_by_one_thread(make_store: Make, arena: Arena, events: Events) -> None:
@@ -105,9 +99,6 @@ def test_events_are_awaited_in_order_by_one_thread(make_store: Make, arena: Aren
     events.passed.add(1)
     assert all(write.wait(30) for write in writes)
     assert events.queried == [1, 2, 3] and len(events.threads) == 1
-    for slot in slots:
-        store.free(slot)
-    source.release()
 
 
 def test_a_write_whose_event_has_not_passed_can_be_cancelled(
@@ -127,9 +118,6 @@ def test_a_write_whose_event_has_not_passed_can_be_cancelled(
     with pytest.raises(ValueError, match="never written"):
         store.read(slots[0], sources[0].address)
     assert store.metrics.cancelled_io_bytes == MiB
-    for slot, source in zip(slots, sources, strict=True):
-        store.free(slot)
-        source.release()
 
 
 def test_a_cancel_waits_until_nobody_looks_at_the_event(
@@ -153,12 +141,10 @@ def test_a_cancel_waits_until_nobody_looks_at_the_event(
     count = len(events.queried)
     time.sleep(0.02)
     assert len(events.queried) == count
-    store.free(slot)
-    source.release()
 
 
 def test_a_store_closes_though_an_event_never_comes(make_store: Make, arena: Arena, events: Events) -> None:
-    store = make_store(leaks=True, event_query=events.address)
+    store = make_store(event_query=events.address)
     source = filled(arena, MiB)
     writes = [store.write(store.reserve(MiB), source.address, after_event=n) for n in (1, 2)]
     assert eventually(lambda: bool(events.queried))
@@ -166,7 +152,6 @@ def test_a_store_closes_though_an_event_never_comes(make_store: Make, arena: Are
     store.close()
     assert time.monotonic() - began < 5
     assert all(isinstance(write.failed(), IOCancelled) for write in writes)
-    source.release()
 
 
 def test_a_failed_event_fails_the_write_and_transfers_nothing(make_store: Make, arena: Arena) -> None:
@@ -182,8 +167,6 @@ def test_a_failed_event_fails_the_write_and_transfers_nothing(make_store: Make, 
     assert not store.metrics.drives[0].retired, "the drive is not to blame"
     with pytest.raises(ValueError, match="its write failed"):
         store.read(slot, source.address)
-    store.free(slot)
-    source.release()
 
 
 def test_the_device_and_the_mode_of_capture_are_chosen_before_the_first_event(
@@ -214,8 +197,6 @@ def test_the_device_and_the_mode_of_capture_are_chosen_before_the_first_event(
         assert store.write(slot, source.address, after_event=event).wait(30)
     (thread,) = events.threads
     assert calls == [(thread, "device", 3), (thread, "mode", RELAXED_CAPTURE)]
-    store.free(slot)
-    source.release()
 
 
 def test_a_device_that_cannot_be_chosen_fails_the_write(
@@ -227,8 +208,6 @@ def test_a_device_that_cannot_be_chosen_fails_the_write(
     with pytest.raises(IOFailure, match="CUDA error 3"):
         store.write(slot, source.address, after_event=9).wait(30)
     assert store.write(slot, source.address).wait(30), "without an event no device is touched"
-    store.free(slot)
-    source.release()
 
 
 def test_an_event_needs_a_pool_that_can_ask_for_it(make_store: Make, arena: Arena) -> None:
@@ -236,8 +215,6 @@ def test_an_event_needs_a_pool_that_can_ask_for_it(make_store: Make, arena: Aren
     source, slot = filled(arena, 4096), store.reserve(4096)
     with pytest.raises(ValueError, match="event_query"):
         store.write(slot, source.address, after_event=1)
-    store.free(slot)
-    source.release()
 
 
 @pytest.mark.parametrize("host_memory", [True, False], ids=["host", "device"])
@@ -264,4 +241,3 @@ def test_close_does_not_wait_longer_than_it_may_for_a_query_that_hangs(
         gate.set()
         assert pool.close_within(30) and write.done()
         assert not file.read()
-    source.release()

@@ -108,9 +108,6 @@ def test_chosen_operations_fail_with_the_chosen_error_and_no_others(
     with pytest.raises(IOFailure):
         store.read(slot, target.address).wait(30)
     assert store.read(slot, target.address).wait(30) and bytes(target.view()) == payload(20 * MiB)
-    store.free(slot)
-    source.release()
-    target.release()
 
 
 def test_pieces_of_a_torn_operation_still_make_it_whole(make_store: Make, arena: Arena) -> None:
@@ -119,8 +116,6 @@ def test_pieces_of_a_torn_operation_still_make_it_whole(make_store: Make, arena:
     slot = store.reserve(30 * MiB)
     assert store.write(slot, source.address).wait(30)
     assert contents(store, slot, arena) == payload(30 * MiB)
-    store.free(slot)
-    source.release()
 
 
 def test_the_host_tier_never_fails(make_store: Make, arena: Arena) -> None:
@@ -131,8 +126,6 @@ def test_the_host_tier_never_fails(make_store: Make, arena: Arena) -> None:
     slot = store.reserve(MiB)
     assert store.write(slot, source.address).wait(30)
     assert contents(store, slot, arena) == payload(MiB)
-    store.free(slot)
-    source.release()
 
 
 def test_a_delayed_write_takes_as_long_as_its_delay(make_store: Make, arena: Arena) -> None:
@@ -143,8 +136,6 @@ def test_a_delayed_write_takes_as_long_as_its_delay(make_store: Make, arena: Are
     assert write.wait(30)
     delay = 0.2 * chance(2, DELAY_LENGTH, WRITE, 0)
     assert write.seconds >= delay > 0.05
-    store.free(slot)
-    source.release()
 
 
 @pytest.mark.parametrize("wrong", [{"short": 1.5}, {"delay": -0.1}, {"interrupt": 1.0}, {"max_delay": -1}])

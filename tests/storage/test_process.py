@@ -208,8 +208,6 @@ def test_forks_during_reads_corrupt_nothing(make_store: Callable[..., SpillStore
         assert in_child(lambda: None) == 0
         assert read.wait(30) and bytes(target.view()) == payload(10 * MiB)
         target.release()
-    store.free(slot)
-    source.release()
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

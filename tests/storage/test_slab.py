@@ -105,8 +105,6 @@ def test_refused_direct_io_is_one_warning_and_works_buffered(
         assert store.write(slot, source.address).wait(30)
         assert contents(store, slot, arena) == payload(MiB)
         assert not store.metrics.drives[0].direct
-        store.free(slot)
-        source.release()
 
 
 @pytest.mark.usefixtures("refusing_direct")

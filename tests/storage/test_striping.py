@@ -152,8 +152,6 @@ def test_time_counts_while_a_transfer_is_under_way(
         return len(seen) > 2
 
     assert eventually(seconds_go_on)
-    store.free(slot)
-    source.release()
 
 
 def test_a_store_measures_its_drives_itself(make_store: Callable[..., SpillStore], arena: Arena) -> None:
@@ -165,7 +163,6 @@ def test_a_store_measures_its_drives_itself(make_store: Callable[..., SpillStore
             assert store.write(slot, source.address).wait(30)
             store.free(slot)
     assert min(store._drives.costs) == 1.0 < max(store._drives.costs), "no two measurements are the same"
-    source.release()
 
 
 def test_host_memory_without_drives_can_be_full(engine: str) -> None:

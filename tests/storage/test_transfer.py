@@ -65,9 +65,6 @@ def test_many_slots_keep_apart(make_store: Callable[..., SpillStore], arena: Are
         assert operation.wait(30)
     for i, slot in enumerate(slots):
         assert contents(store, slot, arena) == payload(sizes[i], i)
-    for slot, lease in zip(slots, leases, strict=True):
-        store.free(slot)
-        lease.release()
 
 
 def test_a_slot_may_be_written_again_from_another_alignment(
@@ -80,7 +77,6 @@ def test_a_slot_may_be_written_again_from_another_alignment(
         assert store.write(slot, lease.address).wait(30)
         assert contents(store, slot, arena) == payload(10_000, seed)
         lease.release()
-    store.free(slot)
 
 
 def test_an_unaligned_buffer_costs_two_extra_blocks_at_most() -> None:
@@ -114,8 +110,6 @@ def test_direct_writes_bypass_the_page_cache_even_from_an_unaligned_buffer(
     with open(f"/proc/self/fdinfo/{slab.fd}") as info:
         flags = int(next(line for line in info if line.startswith("flags:")).split()[1], 8)
     assert flags & os.O_DIRECT and flags & os.O_CLOEXEC
-    store.free(slot)
-    source.release()
 
 
 def test_no_bytes_of_another_buffer_lie_beside_the_data(
@@ -138,7 +132,6 @@ def test_no_bytes_of_another_buffer_lie_beside_the_data(
         )
         store.free(slot)
         source.release()
-    block.release()
 
 
 @pytest.mark.parametrize("engine", ["python"], indirect=True)
@@ -168,6 +161,3 @@ def test_short_calls_are_continued_and_a_failing_one_is_an_error(
             store.write(slot, source.address).wait(30)
     monkeypatch.undo()
     assert store.write(slot, source.address).wait(30), "the worker lives on"
-    store.free(slot)
-    source.release()
-    target.release()

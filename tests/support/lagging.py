@@ -11,6 +11,7 @@ import ctypes
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -55,11 +56,10 @@ class _Stream:
         self._thread.start()
 
     def copy(
-        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event], held: torch.Tensor | None
+        self, source: int, target: int, nbytes: int, after: Sequence[Event], held: torch.Tensor | None
     ) -> _Event:
         event = self.last = _Event()
-        # Addresses only, as a device has them.
-        self._queue.put((after, source.data_ptr(), target.data_ptr(), source.numel(), event, held))
+        self._queue.put((after, source, target, nbytes, event, held))
         return event
 
     def _run(self) -> None:
@@ -91,6 +91,7 @@ class LaggingDevice:
         generator = random.Random(seed)
         self._store = _Stream("device to host", lambda: generator.uniform(0, most))
         self._load = _Stream("host to device", lambda: generator.uniform(0, most))
+        self._blocks: weakref.WeakSet[torch.Tensor] = weakref.WeakSet()  # that `load_target` made
 
     def close(self) -> None:
         """End the threads, when no copy is under way."""
@@ -116,19 +117,22 @@ class LaggingDevice:
         return None
 
     def load_target(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
+        block = torch.empty(nbytes, dtype=torch.uint8)
+        self._blocks.add(block)
+        return block
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
         return source.clone()
 
-    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> _Event:
-        return self._store.copy(source, target, (), None)
+    def copy_to_host(self, source: int, target: int, nbytes: int) -> _Event:
+        return self._store.copy(source, target, nbytes, (), None)
 
     def copy_to_device(
-        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Event] = ()
+        self, source: int, target: int, nbytes: int, after: Sequence[Event] = (), *, within: bool = False
     ) -> _Event:
         # What `load_target` made is not reused before what is queued on the load stream has passed.
-        return self._load.copy(source, target, after, target)
+        around = (one for one in self._blocks if 0 <= target - one.data_ptr() < one.numel())
+        return self._load.copy(source, target, nbytes, after, next(around, None))
 
     def record(self, stream: Any | None) -> None:
         return None  # the host has done all that was queued

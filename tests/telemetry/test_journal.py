@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.features import Placement
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry import journal
 from ssdtrain.telemetry.journal import Journal
@@ -28,7 +29,7 @@ def run(tmp_path: Path, report: dict[str, object], steps: int = 6, rank: int = 0
         "report": report,
     }
     x = torch.randn(SIZE, SIZE, requires_grad=True)
-    with Runtime(load_config(config), rank=rank) as runtime:
+    with Runtime(load_config(config), Placement.of("cpu", rank)) as runtime:
         for _ in range(steps):
             step(runtime, x)
 

@@ -54,7 +54,6 @@ def test_modules_of_a_chosen_step_add_up_to_its_totals(tmp_path: Path, amount: s
         train(runtime, model, 5)
         assert runtime.engine is not None
         assert not runtime.engine.modules.watching
-        assert runtime.engine.release == runtime.engine.mover.release
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines if "modules" in line] == [2, 4]
     for line in lines:
@@ -73,7 +72,7 @@ def test_modules_of_a_chosen_step_add_up_to_its_totals(tmp_path: Path, amount: s
 
 def test_what_backward_needs_before_its_store_has_begun_counts_as_kept(tmp_path: Path) -> None:
     model = make_model()
-    with Runtime(load_config(config(tmp_path, threads=1)), rank=0) as runtime:
+    with Runtime(load_config(config(tmp_path, threads=1))) as runtime:
         runtime.register(model)
         assert runtime.engine is not None and runtime.offload is not None
         pool: Any = runtime.offload.store.pool
@@ -142,7 +141,7 @@ def test_a_place_where_several_modules_were_seen_has_no_name(tmp_path: Path) -> 
         (feature,) = [one for one in runtime.features if isinstance(one, ModuleBytes)]
         assert feature.names["chunk 0, region 0"] == "0.0"
         for _ in range(2):  # as where the first layer was left out
-            feature._tally = ModuleTally(runtime.engine.mover, runtime.engine.metrics)
+            feature._tally = ModuleTally(runtime.engine.metrics)
             feature._tally.names = {"chunk 0, region 0": "1.0"}
             feature._end()
         assert feature.names["chunk 0, region 0"] == "" and "2.0" in feature.names.values()

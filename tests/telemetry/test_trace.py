@@ -15,9 +15,10 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError, load_config
+from ssdtrain.features import Placement
 from ssdtrain.planner import memory_plot
 from ssdtrain.planner.memory_plot import MemoryPanel, PlanPlot
-from ssdtrain.runtime import Runtime
+from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults
 from ssdtrain.tools.cli import main
 from tests.offload.conftest import settled
@@ -63,7 +64,9 @@ def traced(directory: Path, trace: Any, *, steps: int, rank: int = 0, **offload:
     faults = Faults(
         delay=1.0, max_delay=0.02
     )  # so that training has something to wait for, whatever else runs
-    runtime = Runtime(load_config(config(directory, trace, **offload)), rank=rank, faults=faults)
+    runtime = Runtime(
+        load_config(config(directory, trace, **offload)), Placement.of("cpu", rank), seams=Seams(faults)
+    )
     runtime.register(model)
     train(runtime, model, steps, microbatches=2)
     runtime.close()

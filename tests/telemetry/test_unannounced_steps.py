@@ -139,7 +139,7 @@ def test_the_first_step_has_its_time_from_its_first_forward(
 ) -> None:
     """So the mean and the median of few steps are those of all of them, and the projected life counts them."""
     now = [100.0]
-    monkeypatch.setattr("ssdtrain.runtime.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("ssdtrain.steps.time.perf_counter", lambda: now[0])
     model = make_model()
     model[1].register_forward_hook(lambda *_: now.__setitem__(0, now[0] + 4.0))
     with attached(model, tmp_path) as runtime:

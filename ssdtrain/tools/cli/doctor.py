@@ -217,6 +217,7 @@ def extensions() -> Iterator[Finding]:
             "signals deferred",
             "after an exception of a signal handler (Ctrl-C) a new runtime has to be created",
         ),
+        "device._streams": ("copies on CUDA", "hooks that take longer, by Python"),
         "codecs._native": ("C codecs", "slower, by plain torch"),
     }
     for module, (name, without) in stand_ins.items():
@@ -322,7 +323,7 @@ def config_file(file: Path) -> Iterator[Finding]:
         return
     found: list[Finding] = []
     try:
-        check_start(config, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+        check_start(config)
     except (ConfigError, MemoryError, OSError) as error:
         found.append(Finding(subject, str(error), BROKEN, correct))
     if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):

@@ -26,7 +26,7 @@ from ssdtrain.tools.cli.versions import TESTED
 
 __all__ = ["Group", "between_nodes", "by_torchrun", "interfaces", "launched", "same_everywhere", "sees_gpu"]
 
-_TIMEOUT = timedelta(seconds=60)
+RANK_TIMEOUT = timedelta(seconds=60)
 """Timeout for connecting ranks and for one message."""
 _PATIENCE = timedelta(hours=2)
 """Timeout for the rank that examines its node, for which the others wait: it may measure drives."""
@@ -89,7 +89,7 @@ class Group:
 
     def __enter__(self) -> Group:
         try:
-            dist.init_process_group("gloo", timeout=_TIMEOUT)
+            dist.init_process_group("gloo", timeout=RANK_TIMEOUT)
             self._patient = dist.new_group(backend="gloo", timeout=_PATIENCE)
         except (RuntimeError, ValueError) as error:  # torch's own errors derive from RuntimeError
             address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -118,7 +118,7 @@ class Group:
         """What `call` returns, on a thread of its own.
 
         Raises:
-            TimeoutError: it takes longer than `_TIMEOUT`. What it holds is left to the end of the process.
+            TimeoutError: it takes longer than `RANK_TIMEOUT`. What it holds is left to the end of the process.
             Exception: its own.
         """
         answer: Future[float] = Future()
@@ -131,8 +131,8 @@ class Group:
 
         thread = threading.Thread(target=work, daemon=True)
         thread.start()
-        if not wait([answer], timeout=_TIMEOUT.total_seconds()).done:
-            raise TimeoutError(f"no end in {_TIMEOUT.total_seconds():g} s")
+        if not wait([answer], timeout=RANK_TIMEOUT.total_seconds()).done:
+            raise TimeoutError(f"no end in {RANK_TIMEOUT.total_seconds():g} s")
         thread.join()  # else it may still be ending when the process does
         return answer.result()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
@@ -16,6 +17,7 @@ def test_its_parts_are_found_one_by_one(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "apex").mkdir()
     (tmp_path / "apex" / "__init__.py").write_text("")
     for module in attachment.APEX_PARTS.values():
+        monkeypatch.delitem(sys.modules, module, raising=False)  # a stand-in
         (tmp_path / f"{module}.py").write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert attachment.apex_parts() == ()

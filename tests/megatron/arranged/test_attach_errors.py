@@ -57,7 +57,7 @@ def test_lists_that_are_no_list_of_chunks_are_rejected(trainer: Trainer, config:
     for chunks in ([chunk, chunk], [chunk, chunk.module], [chunk.module, chunk]):
         with pytest.raises(ValueError, match="model chunks 0 and 1 are the same"):
             attach(chunks, config)
-    assert not installation.in_force
+    assert installation.related_chunk(chunk) is None
     attach([], {"enabled": False}).close()
 
 
@@ -80,7 +80,7 @@ def test_a_model_that_is_offloaded_call_by_call_is_rejected_and_the_other_way_ro
             ValueError, match=r"ssdtrain\.attach offloads this model already.*leave out one of the two"
         ):
             attach(trainer.chunks, config)
-        assert not installation.in_force
+        assert installation.related_chunk(model) is None
     with attach(trainer.chunks, config):
         with pytest.raises(ValueError, match=r"ssdtrain_megatron\.attach offloads this model already"):
             ssdtrain.attach(model, config)
@@ -126,7 +126,7 @@ def test_attaching_that_fails_half_way_leaves_nothing(
         patch.setattr("ssdtrain_megatron.installation.read_inputs_once", fails)
         with pytest.raises(MemoryError) as caught:
             attach(trainer.chunks, config)
-    assert replaceable() == before and not installation.in_force
+    assert replaceable() == before and installation.related_chunk(trainer.chunks[0]) is None
     directory = config["offload"]["directories"]
     links = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if os.path.lexists(link)]
     assert not any(link.startswith(directory) for link in links), "the spill file is open"

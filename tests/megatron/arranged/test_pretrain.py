@@ -54,8 +54,6 @@ class Loop:
             self.trainer.optimizer,
             None,
         )
-        training.get_megatron_optimizer = lambda config, model_chunks: self.trainer.optimizer
-        training.load_checkpoint = lambda model, optimizer, opt_param_scheduler: (0, 0)
         training.training_log = lambda loss_dict, iteration, report_memory_flag: report_memory_flag
         training.save_checkpoint = lambda iteration, model, non_persistent_ckpt=False: None
         training.print_rank_last = self.lines.append
@@ -65,8 +63,6 @@ class Loop:
     def functions(self) -> list[Callable[..., Any]]:
         names = (
             "setup_model_and_optimizer",
-            "get_megatron_optimizer",
-            "load_checkpoint",
             "training_log",
             "save_checkpoint",
         )

@@ -179,6 +179,11 @@ class Stream:
         timeline.at(start + seconds, over)
 
 
+def _at(address: int, nbytes: int) -> torch.Tensor:
+    """The bytes at an address, which the tensor does not keep alive."""
+    return torch.frombuffer((ctypes.c_ubyte * nbytes).from_address(address), dtype=torch.uint8)
+
+
 class SimulatedDevice:
     """The engine's device layer in virtual time. Tensors of the device are CPU tensors over memory that this object hands out.
 
@@ -237,20 +242,19 @@ class SimulatedDevice:
     def load_target(self, nbytes: int) -> torch.Tensor:
         return self._allocate(nbytes, self.load)
 
-    def copy_to_host(self, source: torch.Tensor, target: torch.Tensor) -> SimulatedEvent:
+    def copy_to_host(self, source: int, target: int, nbytes: int) -> SimulatedEvent:
         self.check_not_capturing()
         self.store.wait(self._current.record())
-        return self._copy(self.store, source, target, "D2H", self.pcie)
+        return self._copy(self.store, _at(source, nbytes), _at(target, nbytes), "D2H", self.pcie)
 
     def copy_to_device(
-        self, source: torch.Tensor, target: torch.Tensor, after: Sequence[Any] = ()
+        self, source: int, target: int, nbytes: int, after: Sequence[Any] = (), *, within: bool = False
     ) -> SimulatedEvent:
         self.check_not_capturing()
         for event in after:
             self.load.wait(event)
-        if source.data_ptr() in self._used:
-            return self._copy(self.load, source, target, "D2D", self.memory)
-        return self._copy(self.load, source, target, "H2D", self.pcie)
+        label, bandwidth = ("D2D", self.memory) if within else ("H2D", self.pcie)
+        return self._copy(self.load, _at(source, nbytes), _at(target, nbytes), label, bandwidth)
 
     def current_stream(self) -> Stream:
         return self._current

@@ -21,11 +21,6 @@ def test_help_lists_every_command(flag: str, capsys: pytest.CaptureFixture[str])
     assert all(name in printed for name in COMMANDS)
 
 
-def test_every_listed_command_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in COMMANDS:
-        assert importlib.util.find_spec(f"ssdtrain.tools.cli.{name}") is not None
-
-
 @pytest.mark.parametrize(("arguments", "why"), [([], "which command?"), (["fly"], "no command 'fly'")])
 def test_a_missing_or_unknown_command_is_refused_with_the_list(
     arguments: list[str], why: str, capsys: pytest.CaptureFixture[str]
@@ -147,14 +142,6 @@ def test_the_demo_passes_options_on_from_any_directory(
     assert printed in "".join(capsys.readouterr())
 
 
-def test_ctrl_c_in_the_demo_is_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(arguments: list[str]) -> int:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("examples.deepspeed_gpt.compare.main", interrupted)
-    assert main(["demo"]) == 130
-
-
 def test_ctrl_c_in_any_command_is_its_status(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(arguments: list[str]) -> int:
         raise KeyboardInterrupt
@@ -174,13 +161,6 @@ def test_an_output_that_ends_early_or_is_full_is_no_traceback(
     )
     assert "Traceback" not in done.stderr and errors in done.stderr
     assert done.returncode == 1 or not errors
-
-
-def test_estimate_without_a_word_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["estimate"])
-    assert ended.value.code == 2
-    assert "the following arguments are required: model, --gpu" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("module", ["ssdtrain", "ssdtrain.tools.cli"])

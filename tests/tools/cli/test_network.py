@@ -108,7 +108,7 @@ def test_what_nccl_raises_or_does_not_end_is_a_finding(failing: str, monkeypatch
     monkeypatch.setattr(group, "gather", lambda own: [own, ("", 0.01)])
     found = network._nccl(group, ["a", "b"])
     assert found.verdict == BROKEN and found.found == "rank 0 on a: RuntimeError: the driver is gone"
-    monkeypatch.setattr(network, "TIMEOUT", timedelta(seconds=0.05))
+    monkeypatch.setattr(network, "RANK_TIMEOUT", timedelta(seconds=0.05))
     monkeypatch.setattr(network, failing, lambda: float(release.wait(60)))
     found = network._nccl(group, ["a", "b"])
     release.set()
@@ -177,7 +177,7 @@ from datetime import timedelta
 import torch
 from ssdtrain.tools.cli import doctor, main, network
 
-network.TIMEOUT = timedelta(seconds=10)
+network.RANK_TIMEOUT = timedelta(seconds=10)
 drive = doctor.drive
 doctor.drive = lambda *given: [time.sleep(12), *drive(*given)][1:]
 torch.cuda.device_count = lambda: 2

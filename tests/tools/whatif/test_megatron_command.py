@@ -378,7 +378,7 @@ def test_an_invalid_config_of_ours_is_an_error() -> None:
 
 def test_reading_imports_nothing_of_megatron() -> None:
     code = (
-        "import sys; from ssdtrain_megatron import command_line; "
+        "import sys; from ssdtrain.tools.whatif import megatron_command; "
         "sys.exit(any(name.partition('.')[0] == 'megatron' for name in sys.modules))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=120).returncode == 0

@@ -1,0 +1,170 @@
+"""Copies and events on the streams of a CUDA device, by calls of its runtime: one call for a copy with its waits and its event.
+`_streams.c` is the same in C, for a tenth of the time; this is used where it was not built."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+from typing import Any, Protocol
+
+from ssdtrain.device.interface import Event
+from ssdtrain.device.runtime import address_of, check_cuda, loaded_cuda_runtime
+
+__all__ = ["NO_STREAM", "TO_DEVICE", "TO_HOST", "WITHIN", "PythonStreams", "Streams", "make_streams"]
+
+logger = logging.getLogger("ssdtrain")
+
+TO_DEVICE, TO_HOST, WITHIN = 1, 2, 3
+"""Kinds of copies (cudaMemcpyKind): from the host, to the host, within the device."""
+
+NO_STREAM = (1 << 64) - 1
+"""No raw stream: 0 is the default one."""
+
+NOT_READY = 600
+"""cudaErrorNotReady."""
+
+EVENT_FLAGS = 3
+"""Events without time, for which a thread that waits sleeps."""
+
+FUNCTIONS = (
+    "cudaEventCreateWithFlags",
+    "cudaEventDestroy",
+    "cudaEventRecord",
+    "cudaEventQuery",
+    "cudaEventSynchronize",
+    "cudaStreamWaitEvent",
+    "cudaMemcpyAsync",
+    "cudaGetDevice",
+    "cudaGetLastError",
+)
+
+
+class Streams(Protocol):
+    """Copies and events of one device, on raw streams. Handles of events are used again, since a new one takes longer than to
+    record it; a wait that was queued has its own copy of what was recorded. They are made on the current device: where that is
+    another one and none is left, the methods do nothing, and `fill` is called with the device current."""
+
+    def fill(self, count: int) -> bool:
+        """Have `count` handles of events. False: another device is current."""
+
+    def record(self, stream: int) -> Event | None:
+        """An event behind all work of `stream`. None: `fill` first."""
+
+    def wait(self, stream: int, event: Event) -> None:
+        """Let `stream` wait for `event`."""
+
+    def follow(self, stream: int, other: int) -> bool:
+        """Let `stream` wait for all work of `other` so far. False: `fill` first."""
+
+    def copy(
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        kind: int,
+        stream: int,
+        producer: int = NO_STREAM,
+        after: list[Event] = [],  # noqa: B006
+    ) -> Event | None:
+        """Queue a copy of one of the kinds above on `stream`, behind all work of the stream `producer` so far and the events
+        `after`. Returns the event behind it. None: `fill` first."""
+
+
+def make_streams(device: int) -> Streams:
+    """In C, where that was built."""
+    runtime = loaded_cuda_runtime()
+    try:
+        native = importlib.import_module("ssdtrain.device._streams")
+    except ImportError as error:
+        logger.warning("the C extension for copies was not built (%s): hooks on CUDA take longer", str(error))
+        return PythonStreams(device, runtime)
+    addresses = tuple(address_of(getattr(runtime, name)) for name in FUNCTIONS)
+    made: Streams = native.Streams(device, addresses)
+    return made
+
+
+class _PythonEvent:
+    """An event of `PythonStreams`."""
+
+    def __init__(self, streams: PythonStreams) -> None:
+        self._streams = streams
+        self.cuda_event = streams.idle.pop()
+
+    def __del__(self) -> None:
+        self._streams.idle.append(self.cuda_event)
+
+    def query(self) -> bool:
+        code = int(self._streams.runtime.cudaEventQuery(ctypes.c_void_p(self.cuda_event)))
+        if code == NOT_READY:
+            self._streams.runtime.cudaGetLastError()  # else torch raises it at the next kernel
+            return False
+        check_cuda(code)
+        return True
+
+    def synchronize(self) -> None:
+        check_cuda(self._streams.runtime.cudaEventSynchronize(ctypes.c_void_p(self.cuda_event)))
+
+
+class PythonStreams:
+    """See `Streams`.
+
+    Args:
+        device: index.
+        runtime: that torch uses.
+    """
+
+    def __init__(self, device: int, runtime: Any) -> None:
+        self.runtime = runtime
+        self.idle: list[int] = []  # handles that no event holds; they stay until the process ends
+        self._device = device
+
+    def fill(self, count: int) -> bool:
+        while len(self.idle) < count:
+            current, handle = ctypes.c_int(-1), ctypes.c_void_p()
+            check_cuda(self.runtime.cudaGetDevice(ctypes.byref(current)))
+            if current.value != self._device:
+                return False
+            check_cuda(self.runtime.cudaEventCreateWithFlags(ctypes.byref(handle), EVENT_FLAGS))
+            self.idle.append(handle.value or 0)
+        return True
+
+    def record(self, stream: int) -> Event | None:
+        if not self.fill(1):
+            return None
+        event = _PythonEvent(self)
+        check_cuda(self.runtime.cudaEventRecord(ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(stream)))
+        return event
+
+    def wait(self, stream: int, event: Event) -> None:
+        handle = ctypes.c_void_p(event.cuda_event)  # type: ignore[attr-defined]
+        check_cuda(self.runtime.cudaStreamWaitEvent(ctypes.c_void_p(stream), handle, 0))
+
+    def follow(self, stream: int, other: int) -> bool:
+        if stream == other:
+            return True
+        event = self.record(other)
+        if event is None:
+            return False
+        self.wait(stream, event)
+        return True
+
+    def copy(
+        self,
+        source: int,
+        target: int,
+        nbytes: int,
+        kind: int,
+        stream: int,
+        producer: int = NO_STREAM,
+        after: list[Event] = [],  # noqa: B006
+    ) -> Event | None:
+        if not self.fill(1):
+            return None
+        if producer != NO_STREAM:
+            self.follow(stream, producer)
+        for event in after:
+            self.wait(stream, event)
+        places = ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(nbytes)
+        check_cuda(self.runtime.cudaMemcpyAsync(*places, kind, ctypes.c_void_p(stream)))
+        return self.record(stream)
