@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ssdtrain import device
-from ssdtrain.offload.closing import wait_for_copies
+from ssdtrain.offload.pacing.closing import wait_for_copies
 from ssdtrain.patience import Patience
 from ssdtrain.state import transfers
 from ssdtrain.state.transfers import Staged

@@ -13,7 +13,6 @@ PACKAGES = ("ssdtrain", "ssdtrain_ds", "ssdtrain_megatron")
 EXEMPT = {
     "ssdtrain/config",
     "ssdtrain/device",
-    "ssdtrain/offload",
     "ssdtrain/planner",
     "ssdtrain/profile",
     "ssdtrain/storage",

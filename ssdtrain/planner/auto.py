@@ -25,7 +25,7 @@ from ssdtrain.messages import report
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.feature import ActivationOffload
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.arena import ArenaCost

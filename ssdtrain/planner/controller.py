@@ -24,7 +24,7 @@ from ssdtrain.features import Feature, Step
 from ssdtrain.messages import report
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.meter import Peaks
+from ssdtrain.offload.tensors.meter import Peaks
 from ssdtrain.planner.adaptive import AdaptivePolicy, actions_of, measure_by_one
 from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.choose import SLACK, Chosen, as_plan, choose_offloads, no_plan
