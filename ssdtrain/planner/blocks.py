@@ -21,7 +21,7 @@ from ssdtrain.features import Forward
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.block_times import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ssdtrain.config.units import MiB
-from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.output_files import replace_file
 from ssdtrain.planner.plans import Plan, SearchProblem, play
 from ssdtrain.text import duration_text, size_text

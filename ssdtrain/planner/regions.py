@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.meter import Peaks
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.tensors.meter import Peaks
 from ssdtrain.planner.decisions import Outcome, decision_table
 from ssdtrain.planner.input_sizes import InputSizes
 from ssdtrain.planner.measured import Profile, regions_problem

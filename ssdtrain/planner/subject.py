@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ssdtrain.features import Forward
-from ssdtrain.offload.meter import Peaks
+from ssdtrain.offload.tensors.meter import Peaks
 from ssdtrain.planner.model.types import StepTimeline
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import ssdtrain
 import ssdtrain_ds
-from ssdtrain.offload.gathered import GatheredStorages
+from ssdtrain.offload.tensors.eligible import GatheredStorages
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry import journal
 from ssdtrain_ds import _compat, _compat_comm, attach, checkpointing

@@ -15,8 +15,8 @@ import torch
 from ssdtrain.codecs.base import FLOATS
 from ssdtrain.config import load_config
 from ssdtrain.offload import build
-from ssdtrain.offload.departures import Departures
-from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.pacing.limits import Departures
+from ssdtrain.offload.transfer.state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, holds_nothing, settled

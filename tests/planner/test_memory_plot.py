@@ -15,7 +15,7 @@ import ssdtrain
 from benchmarks.planner_simulated import memory_panels
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.units import MiB
-from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.planner import memory_plot
 from ssdtrain.planner.memory_plot import MemoryPanel, PlanPlot, draw_memory
 from ssdtrain.planner.model.types import Machine

@@ -8,7 +8,7 @@ import torch
 from benchmarks.planner_simulated import BLOCKS, problem_of, run
 from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
-from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.planner.model.timeline import simulate
 
 ACTIONS = {"k": "keep", "o": "offload", "r": "recompute"}

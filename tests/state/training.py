@@ -128,6 +128,13 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
 
 
+def chunked(attach: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model whose chunks come and go, its optimizer and the runtime."""
+    model = make_model()
+    optimizer = adamw(model.parameters())
+    return model, optimizer, attach(model, optimizer, **options)
+
+
 def plain(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:
     """Without chunks: losses, parameters, the optimizer's state dict."""
     model = make_model(**recipe.model)

@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import ssdtrain
 from ssdtrain.integration.patching import Patches
-from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.tensors.eligible import Eligibility
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.identity import read_inputs_once
 from tests.megatron import training
