@@ -114,7 +114,7 @@ def check_training() -> tuple[ModuleType, ModuleType]:
     return arguments, training
 
 
-class MegatronStep(NamedTuple):
+class ScheduleStep(NamedTuple):
     """What the arguments of a call of `schedules.forward_step` identify."""
 
     model: torch.nn.Module
@@ -127,10 +127,10 @@ _forward_signature = inspect.signature(schedules.forward_step)
 _backward_signature = inspect.signature(schedules.backward_step)
 
 
-def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> MegatronStep:
+def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScheduleStep:
     """The arguments of one call of `schedules.forward_step`."""
     given = _forward_signature.bind(*args, **kwargs).arguments
-    return MegatronStep(given["model"], given.get("current_microbatch"), given["num_microbatches"])
+    return ScheduleStep(given["model"], given.get("current_microbatch"), given["num_microbatches"])
 
 
 def output_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:

@@ -53,7 +53,7 @@ COMPARED_FIRST = 2
 COMPARED_EVERY = 31
 """One step in so many is compared later. A prime: no period of a loop falls on these steps alone."""
 
-_SLICE = 1 << 18
+_SLICE = 1 << 17
 """Number of words of 8 bytes of which a fingerprint makes a product at a time."""
 
 _ODD = (-7046029254386353131, -4658895280553007687)
@@ -450,7 +450,23 @@ def _digest(tensor: torch.Tensor) -> torch.Tensor:
 
 def _weights(count: int, device: torch.device) -> torch.Tensor:
     """Return odd numbers of 64 bits without a pattern, drawn from no generator."""
-    weights = torch.arange(1, count + 1, device=device) * _ODD[0]
-    weights ^= weights >> 29
-    weights *= _ODD[1]
-    return weights ^ (weights >> 32) | 1
+    if count > _SLICE:
+        return _made_weights(count, device)
+    weights = _slice_weights.get(device)
+    if weights is None:
+        weights = _slice_weights[device] = _made_weights(_SLICE, device)
+        if device.type == "cuda":  # any stream may read them from now on
+            torch.cuda.current_stream(device).synchronize()
+    return weights[:count]
+
+
+_slice_weights: dict[torch.device, torch.Tensor] = {}
+"""Weights of a slice, kept: to make them takes longer than a slice's sum."""
+
+
+def _made_weights(count: int, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        weights = torch.arange(1, count + 1, device=device) * _ODD[0]
+        weights ^= weights >> 29
+        weights *= _ODD[1]
+        return weights ^ (weights >> 32) | 1
