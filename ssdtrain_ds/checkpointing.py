@@ -30,8 +30,8 @@ from ssdtrain.config import CheckpointConfig
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Kept
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.region import Kept
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain_ds import _compat
 
 __all__ = ["RANDOM_STATE", "RECOMPUTING", "checkpoint", "function_for", "patch_checkpointing", "recording"]

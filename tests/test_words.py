@@ -12,7 +12,6 @@ PACKAGES = ("ssdtrain", "ssdtrain_ds", "ssdtrain_megatron")
 
 EXEMPT = {
     "ssdtrain/device",
-    "ssdtrain/offload",
     "ssdtrain/planner",
     "ssdtrain/profile",
 }
