@@ -136,6 +136,22 @@ class OffloadEngine:
         """Forwards run without hooks: nothing is worth moving, and nobody records what is saved."""
         return self._resting and not (self.recorder.active or self.meter.record or self.prover is not None)
 
+    # What a plan decides, between steps
+
+    def set_plan_bound(self, nbytes: int | None) -> None:
+        """Bound the stores in flight by a plan for a CPU, where they are a part of the peak: tensors then leave in order, see
+        Note: [Departure in order] in `in_flight`. None: by `offload.in_flight` alone."""
+        self.mover.stores.bound = nbytes
+
+    def set_arena_in_use(self, used: bool) -> None:
+        """Have an arena of buffers for what comes back, or none where its size is not given. See `Buffers.optional`."""
+        self.buffers.used = used
+        self.grow(between_steps=True)
+
+    def defer(self, defers: bool) -> None:
+        """Let small stores wait for others that wake the I/O pool with them, or begin each at once."""
+        self.mover.defers = defers
+
     # Forward
 
     def pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
@@ -438,7 +454,7 @@ class OffloadEngine:
             if self._closed:
                 return
             self._closed = self.prefetcher.closed = self._starter.closed = self.mover.transfer.closed = True
-            self.mover.stores.bound = None  # no later store makes what has been written leave
+            self.set_plan_bound(None)  # no later store makes what has been written leave
             self._drain()
             closing.drain_at_deaths(self._released, self._lock, self.device, self._drain)
             busy = closing.busy_regions(self.mover.busy())

@@ -15,8 +15,9 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config.units import MiB
-from ssdtrain.planner.controller import PROBE_PERIOD, AdaptiveOffload
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.plan_metrics import PlanMetrics
+from ssdtrain.planner.regions import PROBE_PERIOD
 from ssdtrain.runtime import Runtime
 
 QUIET = {"report": {"interval": 0}}
@@ -68,8 +69,8 @@ def train_until_resting(model: nn.Module, seen: list[int] | None = None) -> None
     raise AssertionError("it never rests")
 
 
-def auto_of(runtime: Runtime) -> AdaptiveOffload:
-    [found] = [feature for feature in runtime.features if isinstance(feature, AdaptiveOffload)]
+def auto_of(runtime: Runtime) -> PlanController:
+    [found] = [feature for feature in runtime.features if isinstance(feature, PlanController)]
     return found
 
 

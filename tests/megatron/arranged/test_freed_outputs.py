@@ -160,7 +160,7 @@ def test_inputs_are_read_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_function_whose_outputs_are_freed_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert random.CheckpointWithoutOutputFunction.__name__ + "Backward" == _compat.FREED_FUNCTION
+    assert random.CheckpointWithoutOutputFunction.__name__ + "Backward" == _compat.FREEING_FUNCTION
     monkeypatch.delattr(random, "CheckpointWithoutOutputFunction")
     with pytest.raises(ImportError, match="CheckpointWithoutOutputFunction"):
         _compat.check()

@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-from ssdtrain.planner.queues import Job, Server
-from ssdtrain.planner.step import BlockTimes
+from ssdtrain.planner.model.queues import Job, Server
+from ssdtrain.planner.model.types import BlockTimes
 
 if TYPE_CHECKING:
-    from ssdtrain.planner.simulation import Simulation
+    from ssdtrain.planner.model.simulation import Simulation
 
-__all__ = ["Passing"]
+__all__ = ["StateStreaming"]
 
 STAGED = 2
 """Blocks in host memory on their way from drives, and on their way to them."""
@@ -25,7 +25,7 @@ Key = tuple[int, int]
 """Chunk of the model, and block in it."""
 
 
-class Passing:
+class StateStreaming:
     """Which blocks' state is on the device, and since when it may leave."""
 
     def __init__(self, running: Simulation) -> None:

@@ -135,7 +135,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bandwidths and buffers available to transfers. See `ssdtrain.planner.simulation` for `in_flight`, `prefetch` and
+    """Bandwidths and buffers available to transfers. See `ssdtrain.planner.model.simulation` for `in_flight`, `prefetch` and
     `window` (bytes).
 
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
@@ -145,7 +145,7 @@ class Machine:
     their room in `in_flight`, and not before. `hook`: seconds of the host for one operator and its
     hook, with a link, where the host is ahead of the device by as much as it is faster; None: not known, and it is not ahead.
     `copies`: bytes per second of a copy within the memory that tensors are in; None: not known, and blocks leave whole.
-    `state`: the drives of model state that passes through the device (see `ssdtrain.planner.passing`), the same as the tier of
+    `state`: the drives of model state that passes through the device (see `StateStreaming`), the same as the tier of
     that name; None: it is in host memory. `state_buffers`: blocks whose state is there at a time, beside those that stay.
     """
 
