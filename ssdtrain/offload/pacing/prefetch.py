@@ -17,7 +17,7 @@ from ssdtrain.offload.transfer.state import State
 __all__ = ["Prefetcher"]
 
 MATTERS = 2 * MiB
-"""Bytes of a tape from which on an arena is compared with what has left memory: of less it is the smallest there is."""
+"""Bytes of a tape from which on an arena is compared with what has left memory: of less it is small, too."""
 
 ADVANCE = 0.25
 """Share of `Departures.limit`: bytes that backward has between two looks at what is next on the way to the device."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from ssdtrain.config.units import MiB
 from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.storage import Arena, Lease
+from ssdtrain.storage.memory import ALIGNMENT, HUGE_PAGE
 
 __all__ = ["Buffers"]
 
@@ -75,7 +75,9 @@ class Buffers:
         return self._arena.peak if self._arena is not None else 0
 
     def _make(self, nbytes: int) -> None:
-        self._arena = Arena(nbytes, register=self._register, node=self._node)
+        # A huge page is more than some small models save.
+        huge = nbytes >= HUGE_PAGE or not self.optional
+        self._arena = Arena(nbytes, huge_pages=huge, register=self._register, node=self._node)
         self._count(self._arena.capacity)
 
     def _count(self, nbytes: int) -> None:
@@ -91,7 +93,7 @@ class Buffers:
         """
         if self._outgrown:
             self.close_returned()
-        if self.optional and away is not None and away < max(_in_pages(wanted), self.capacity):
+        if self.optional and away is not None and away < max(self._in_pages(wanted), self.capacity):
             self._unpaid = self.capacity > 0 and not self._paid
             return
         self._paid, self._unpaid = True, False
@@ -101,7 +103,12 @@ class Buffers:
             wanted = max(wanted, self.capacity * 5 // 4)
             self._outgrown.append(self._arena)
             self.close_returned()
-        self._make(_in_pages(wanted))
+        self._make(self._in_pages(wanted))
+
+    def _in_pages(self, nbytes: int) -> int:
+        """Return `nbytes` in whole huge pages; in small ones where fewer bytes are optional."""
+        page = ALIGNMENT if self.optional and nbytes < HUGE_PAGE else HUGE_PAGE
+        return -(-nbytes // page) * page
 
     def close_unused(self) -> None:
         """Between steps: have no arena where it is not `used`, or was larger than what it gave room in the step."""
@@ -130,7 +137,7 @@ class Buffers:
             free = nbytes if room is None else room()
             if free <= self.capacity:
                 raise MemoryError(f"{free} bytes more are this rank's share of the node's free memory")
-            return Arena(_in_pages(min(nbytes, free)), register=self._register, node=self._node)
+            return Arena(self._in_pages(min(nbytes, free)), register=self._register, node=self._node)
         except (OSError, MemoryError, torch.cuda.CudaError) as error:
             self._cannot_grow = True
             logger.warning(
@@ -180,8 +187,3 @@ class Buffers:
         self._smaller.clear()
         self._arena = None
         self.close_returned()
-
-
-def _in_pages(nbytes: int) -> int:
-    """`nbytes` in whole huge pages."""
-    return -(-nbytes // (2 * MiB)) * 2 * MiB
