@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from benchmarks.emulated_device import GOALS, measured
 
 SHAPE = {"layers": 24, "hidden": 64, "heads": 4, "sequence": 256, "batch": 8, "vocabulary": 256}

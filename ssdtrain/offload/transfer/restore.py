@@ -101,12 +101,12 @@ class Restorer:
             ref.last_pass = now
             region.pending_unpacks -= 1
         base = transfer.loaded
-        # It can come from its tier again: then whoever was handed it owns the buffer.
-        last = base is not None and region.pending_unpacks <= 0 and transfer.slot is not None
-        if last:
-            loads.let_go(region)
         if base is None:
             return region.tensor_from(region.tensor, region.start, handle.geometry, alone=False)
+        # It can come from its tier again: then whoever was handed it owns the buffer.
+        last = region.pending_unpacks <= 0 and transfer.slot is not None
+        if last:
+            loads.let_go(region)
         start = int(base.storage_offset())  # what came back has a storage of its own
         return region.tensor_from(base, start, handle.geometry, alone=last and not region.shared)
 
