@@ -8,7 +8,7 @@ import emulated_cuda
 import pytest
 import torch
 
-from ssdtrain.offload import gpudirect
+from ssdtrain.offload.transfer import gpudirect
 from tests.cuda.test_training import assert_same_bits, trained
 from tests.support.kvikio_stand_in import install
 
