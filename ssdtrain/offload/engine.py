@@ -10,6 +10,7 @@ nothing of Python.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 
@@ -49,11 +50,28 @@ from ssdtrain.profile.passes import PassRecorder
 from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
-__all__ = ["OffloadEngine"]
+__all__ = ["EngineLimits", "OffloadEngine"]
 
 _graph_task = torch._C._current_graph_task_id
 REAP_EVERY = 4  # saved tensors of a device between two looks at what has ended
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
+
+
+class EngineLimits(NamedTuple):
+    """What transfers may take, in bytes, as the cost model of a plan reads it."""
+
+    in_flight: int
+    """Stores under way."""
+    prefetch: int
+    """Loads ahead of their use."""
+    window: int
+    """Stores whose tensors are still on the device, and copies ahead of their use."""
+    buffers: int
+    """The arena, where it is of the memory of activations."""
+    together: int
+    """Writes that are queued before an idle pool is woken."""
+    in_order: bool
+    """Tensors leave when later stores need their room."""
 
 
 class OffloadEngine:
@@ -136,7 +154,34 @@ class OffloadEngine:
         """Forwards run without hooks: nothing is worth moving, and nobody records what is saved."""
         return self._resting and not (self.recorder.active or self.meter.record or self.prover is not None)
 
-    # What a plan decides, between steps
+    # What a plan reads and decides, between steps
+
+    def limits(self) -> EngineLimits:
+        """What transfers may take now."""
+        stores, prefetcher = self.mover.stores, self.prefetcher
+        return EngineLimits(
+            stores.limit,
+            max(prefetcher.limit, 1),
+            max(self.mover.departures.limit, 1),
+            self.buffers.counted_bytes,
+            self.mover.batch_bytes,
+            stores.in_order,
+        )
+
+    @property
+    def largest_region(self) -> int:
+        """Bytes of the largest region so far."""
+        return self.prefetcher.largest
+
+    @property
+    def backwards(self) -> int:
+        """Backwards so far."""
+        return self.prefetcher.backwards
+
+    @property
+    def arena_is_optional(self) -> bool:
+        """Whether the arena is of the memory of activations, and sized by what forwards save."""
+        return self.buffers.optional and not self._copies
 
     def set_plan_bound(self, nbytes: int | None) -> None:
         """Bound the stores in flight by a plan for a CPU, where they are a part of the peak: tensors then leave in order, see

@@ -21,8 +21,7 @@ class ArenaCost:
     """See Note: [An arena that costs more than it gives]."""
 
     def __init__(self, engine: OffloadEngine) -> None:
-        self._engine, self._buffers = engine, engine.buffers
-        self._optional = engine.buffers.optional and not engine.mover.transfer.copies
+        self._engine, self._optional = engine, engine.arena_is_optional
         # Of what a forward saves, at most so far: without an arena it is not known, and plans must not take turns.
         self._share = 0.0
 
@@ -31,7 +30,7 @@ class ArenaCost:
         saved = sum(block.saved + block.fixed for blocks in chunks for block in blocks)
         if not self._optional or not saved:
             return machine
-        self._share = max(self._share, self._buffers.counted_bytes / saved)
+        self._share = max(self._share, self._engine.limits().buffers / saved)
         return replace(machine, buffers=round(self._share * saved), buffers_stay=False)
 
     def planned(self, *, used: bool) -> None:

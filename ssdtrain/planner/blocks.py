@@ -306,7 +306,7 @@ class Blocks(PlanSubject):
     @property
     def _movable(self) -> bool:
         """Something was saved that may leave, and is large enough to."""
-        return self._leaves and self._engine.prefetcher.largest >= self._engine.options.min_bytes
+        return self._leaves and self._engine.largest_region >= self._engine.options.min_bytes
 
     def problem(self) -> SearchProblem:
         """What is searched on this rank, when the ranks that recompute the same blocks have agreed on them."""
@@ -414,4 +414,4 @@ def bound_stores(engine: OffloadEngine, tape_bytes: int) -> None:
         tape_bytes: saved by the largest of the latest forwards.
     """
     if tape_bytes:
-        engine.set_plan_bound(max(2 * engine.prefetcher.largest, tape_bytes // 16))
+        engine.set_plan_bound(max(2 * engine.largest_region, tape_bytes // 16))

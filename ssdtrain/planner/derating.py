@@ -372,7 +372,7 @@ class BandwidthDerating:
 
     def machine(self, engine: OffloadEngine) -> Machine:
         """The machine that the next plan counts on: a tier "ssd", one "host" where there are both, and the limits of `engine`."""
-        link, margin, rates = self._link, self.margin.value, self.rates
+        link, margin, rates, limits = self._link, self.margin.value, self.rates, engine.limits()
         host = []
         if self.both:
             # Nothing was written to a drive where all fits into host memory. Behind a link that memory is pinned: a transfer is
@@ -386,13 +386,13 @@ class BandwidthDerating:
         return Machine(
             (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN), *host),
             Link(*(margin * rate for rate in link)) if link is not None else None,
-            engine.mover.stores.limit,
-            max(engine.prefetcher.limit, 1),
-            max(engine.mover.departures.limit, 1),
-            engine.buffers.counted_bytes,
-            engine.mover.batch_bytes if link is None else 0,
+            limits.in_flight,
+            limits.prefetch,
+            limits.window,
+            limits.buffers,
+            limits.together if link is None else 0,
             copies=engine.device.copy_bandwidth(),
-            in_order=engine.mover.stores.in_order,
+            in_order=limits.in_order,
         )
 
     def drifted(self, step: int) -> bool:

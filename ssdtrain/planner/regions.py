@@ -187,7 +187,7 @@ class Regions(PlanSubject):
             if profile.chunks:
                 self.profile, self._peak = profile, peak
                 fresh = number >= self._since
-        unused = self.policy.forwards - self._engine.prefetcher.backwards
+        unused = self.policy.forwards - self._engine.backwards
         self._evaluated, self._unused = unused > self._unused, unused
         return fresh
 

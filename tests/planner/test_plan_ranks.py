@@ -290,7 +290,7 @@ def test_while_other_ranks_measure_no_timestamps_pile_up(monkeypatch: pytest.Mon
         auto = auto_of(runtime)
         monkeypatch.setattr(blocks_of(runtime).agreement, "exchange", lambda *_: (False, False))
         train(model, WARM_UP + 3 * RECORDED)
-        # Two microbatches a step, of which the last is not over yet.
+        # Two microbatches a step; the last one ends when the next forward begins.
         assert len(blocks_of(runtime)._found) == 2 * (RECORDED + 1)
         monkeypatch.undo()
         train(model, 1)

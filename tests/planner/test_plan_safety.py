@@ -31,6 +31,7 @@ from ssdtrain.planner.plans import Objective, SearchProblem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.spans import may_run_again
 from ssdtrain.runtime import Runtime
+from ssdtrain.steps import Step
 from tests.planner.test_plan_auto import (
     LAYERS,
     QUIET,
@@ -378,7 +379,7 @@ def test_where_the_bandwidth_leaves_no_plan_the_old_one_is_followed(caplog: pyte
         auto._finder.goal = Goal(1)
         for _ in range(8):
             auto.request("a test wants one")
-            train(model, 1)
+            auto.on_step_end(Step(0, 1.0, forwards=1))
         assert auto.plan is before is not None and not auto.reason
         train(model, 1)
     lines = [r.getMessage() for r in caplog.records if "the plan of before is followed" in r.getMessage()]
