@@ -8,7 +8,7 @@ SOURCES := $(wildcard ssdtrain/storage/*.[ch] ssdtrain/device/*.[ch] ssdtrain/co
 # Where the environment forbids it to keep bytecode, each of some hundred processes compiles torch and the frameworks anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: install demo demo-megatron test test-all test-long test-cuda lint docs site bench clean
+.PHONY: install demo demo-megatron test test-all test-long test-cuda coverage-cuda lint docs site bench clean
 
 install: $(STAMP)
 
@@ -71,9 +71,15 @@ ON_DEVICE = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 EMULATED_DEVICES=8 $(CUDA)/bin/p
 
 test-cuda: $(CUDA)/.emulated $(CUDA)/.built
 	$(ON_DEVICE) -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py)
-	test -n "$(TESTS)" || TRITON_INTERPRET=1 $(ON_DEVICE) -m gpu tests/codecs/test_kernels.py
-	test -n "$(TESTS)" || SSDTRAIN_TEST_DEVICE=cuda $(ON_DEVICE) -m "not long" -k "not slow or 1-zero" \
+	test -n "$(TESTS)" || TRITON_INTERPRET=1 $(ON_DEVICE) -m gpu tests/codecs/test_kernels.py tests/cuda/test_codecs.py \
+		tests/cuda/test_sections.py
+	test -n "$(TESTS)" || SSDTRAIN_TEST_DEVICE=cuda $(ON_DEVICE) \
+		-k "(not slow or 1-zero) and not long or 2-zero1-overlap or 2-zero2-overlap" \
 		tests/deepspeed/test_matrix.py $(addprefix tests/megatron/test_,matrix.py comm.py estimated_bytes.py pretrain_on_device.py)
+
+# Which of the lines for CUDA the tests of one process run, and which they do not.
+coverage-cuda: $(CUDA)/.emulated $(CUDA)/.built
+	OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 EMULATED_DEVICES=8 $(CUDA)/bin/python -m tests.cuda.lines
 
 test-long: $(STAMP)
 	$(PYTEST) -o faulthandler_timeout=3700 -m long $(TESTS)

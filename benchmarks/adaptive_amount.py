@@ -27,8 +27,9 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import KEEP, OFFLOAD, OffloadPolicy
-from ssdtrain.planner.adaptive import AdaptivePolicy
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.controller import PlanController
+from ssdtrain.planner.finder import Goal
+from ssdtrain.planner.regions import AdaptivePolicy, Regions
 from ssdtrain.storage import Endurance
 from tests.support.simulated.training import Machine, keep_peak, train
 
@@ -81,7 +82,7 @@ class AutoRun:
     Args:
         capacity: bytes of the drive.
         memory: bytes per second of copies within the device's memory; None: not known, and nothing is offloaded in part.
-        device_budget, endurance: see `AdaptiveOffload`.
+        device_budget, endurance: see `Goal.of_budget` and `PlanController`.
     """
 
     def __init__(
@@ -97,23 +98,25 @@ class AutoRun:
         self._bandwidth = load.drive
         self._machine = Machine(load.pcie, [(load.drive, load.drive)], memory=memory)
         policy = AdaptivePolicy()
-        self._engine = _engine(self._machine, load, policy, capacity)
-        self._controller = AdaptiveOffload(
-            self._engine, self._machine.store, policy, device_budget=device_budget, endurance=endurance
+        self.engine = _engine(self._machine, load, policy, capacity)
+        self.regions = Regions(self.engine, policy, limited=device_budget is not None)
+        goal = Goal.of_budget(device_budget)
+        self.controller = PlanController(
+            self.engine, self._machine.store, self.regions, goal, endurance=endurance
         )
         self._steps = 0
 
     @property
     def plans(self) -> int:
-        return self._controller.metric.plans
+        return self.controller.metric.plans
 
     @property
     def predicted_peak_over_keep(self) -> float:
         """Of the plan that is followed."""
-        return self._controller.metric.predicted_peak_bytes / self.load.kept
+        return self.controller.metric.predicted_peak_bytes / self.load.kept
 
     def snapshot(self) -> OffloadMetrics:
-        return self._engine.snapshot()
+        return self.engine.snapshot()
 
     @property
     def written(self) -> tuple[int, float]:
@@ -122,13 +125,13 @@ class AutoRun:
 
     def step(self) -> Found:
         self._steps += 1
-        seconds, found = _step(self._machine, self._engine, self.load, self._steps)
-        self._controller.on_step_end(Step(self._steps, seconds))
+        seconds, found = _step(self._machine, self.engine, self.load, self._steps)
+        self.controller.on_step_end(Step(self._steps, seconds, forwards=1, elapsed=seconds))
         return found
 
     def evaluate(self) -> None:
         """A forward whose backward never comes."""
-        train(self._machine, self._engine, self.load.layers, order=[("forward", 0)])
+        train(self._machine, self.engine, self.load.layers, order=[("forward", 0)])
 
     def throttle(self, factor: float) -> None:
         """The drive has this share of its bandwidth from now on."""
@@ -140,7 +143,7 @@ class AutoRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._engine.close()
+        self.engine.close()
         self._machine.close()
 
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.common import finish, hardware, parser
 from ssdtrain.storage import Arena
-from ssdtrain.tools.bench.io import DEPTH, HUGE_PAGES, PoolBench, cpu_seconds, fio_command
+from ssdtrain.tools.bench.io import DEPTH, FIO_HUGE_PAGES, PoolBench, cpu_seconds, fio_command
 from ssdtrain.tools.bench.io import run_fio as fio
 from ssdtrain.tools.bench.ratios import paired_ratio
 
@@ -209,7 +209,7 @@ def main() -> None:
         described = hardware(directory)
         print(described)
         print(
-            " ".join(f"{key}={value}" for key, value in HUGE_PAGES.items()),
+            " ".join(f"{key}={value}" for key, value in FIO_HUGE_PAGES.items()),
             " ".join(fio_command("FILE", total, "write|read")),
         )
         arena = Arena(4 * DEPTH * 16 * MiB)

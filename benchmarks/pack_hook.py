@@ -31,7 +31,7 @@ from benchmarks.opcodes import PythonCost
 from benchmarks.pack_hook_cuda import measure_cuda
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.runtime import Runtime
 
 GOALS = {"refused": 20.0, "offloaded": 60.0}

@@ -157,7 +157,7 @@ class SSDTrain(Way):
         section |= {"host": room} if directory is None else {"directories": str(directory)}
         device = torch.device("cuda", 0)
         config = load_config({"offload": section, "report": {"interval": 0}})
-        self._runtime = Runtime(config, device=device, logs=False)
+        self._runtime = Runtime(config, device, logs=False)
 
     def hooks(self) -> AbstractContextManager[Any]:
         return self._runtime.forward()

@@ -53,13 +53,14 @@ from benchmarks.planner_simulated import memory_panels, simulated
 from examples.support.process_memory import keep_freed_blocks
 from ssdtrain.config import CheckpointConfig
 from ssdtrain.offload.checkpoint import Checkpoint
-from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
+from ssdtrain.planner.blocks import RECORDED, WARM_UP
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.execute import BlockPolicy, recompute_modules
 from ssdtrain.planner.memory_plot import MemoryPanel, draw_memory
-from ssdtrain.planner.plans import Limits, Problem
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import StepTimeline
+from ssdtrain.planner.plans import Limits, SearchProblem
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import StepTimeline
-from ssdtrain.planner.timeline import simulate
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.runtime import Runtime
 from ssdtrain.tools.bench.ratios import interval
@@ -88,14 +89,14 @@ class Trial:
         self.runtime: Runtime = ssdtrain.attach(self.model, config)
         assert self.runtime.engine is not None
         self.engine = self.runtime.engine
-        (self.auto,) = (one for one in self.runtime.features if isinstance(one, AutoPlan))
+        (self.auto,) = (one for one in self.runtime.features if isinstance(one, PlanController))
         for _ in range(WARM_UP + RECORDED + 8):
             self.step()
             self.runtime.step_end()
             if self.auto.problem is not None:
                 break
         assert self.auto.problem is not None, "nothing was written to the drive"
-        self.problem: Problem = self.auto.problem
+        self.problem: SearchProblem = self.auto.problem
         self.auto.detach()  # what it planned is not followed: plans are carried out one after the other
         policy = self.engine.policy
         assert isinstance(policy, BlockPolicy)

@@ -17,12 +17,12 @@ from benchmarks.simulated_device import GB, GPT_OPERATORS, Load, gpt
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action
-from ssdtrain.planner import step
-from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.memory_plot import Line, MemoryPanel
-from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
+from ssdtrain.planner.model import types as step
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
+from ssdtrain.planner.regions import AdaptivePolicy
 from ssdtrain.planner.search import search
-from ssdtrain.planner.timeline import simulate
 from tests.support.simulated.training import HOOK, LAUNCH, Machine, train
 
 __all__ = ["memory_panels", "simulated"]
@@ -88,10 +88,10 @@ def run(load: Load, plan: Sequence[str], *, memory: bool = False) -> tuple[Run, 
         machine.close()
 
 
-def problem_of(load: Load, machine: step.Machine) -> Problem:
+def problem_of(load: Load, machine: step.Machine) -> SearchProblem:
     """The load as the planner is told it."""
     blocks = []
-    for number in range(BLOCKS):
+    for number in range(len(load.layers) // OPERATORS):
         layers = load.layers[number * OPERATORS : (number + 1) * OPERATORS]
         forward = sum(layer.forward for layer in layers)
         saved = sum(sum(layer.saved) for layer in layers)
@@ -112,7 +112,7 @@ def problem_of(load: Load, machine: step.Machine) -> Problem:
             )
         )
     order = [step.Pass("forward" if kind == "forward" else "backward", number) for kind, number in load.order]
-    return Problem([blocks], order, machine, actions_for(machine))
+    return SearchProblem([blocks], order, machine, actions_for(machine))
 
 
 def memory_panels() -> list[MemoryPanel]:

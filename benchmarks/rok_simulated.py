@@ -20,9 +20,9 @@ from benchmarks.planner_simulated import BLOCKS, DRIVES, problem_of, run
 from benchmarks.simulated_device import GB, Load, gpt
 from examples.support.plot import COLOURS
 from ssdtrain.config.units import MiB
+from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.plans import Limits, NoPlan, Objective
 from ssdtrain.planner.search import search
-from ssdtrain.planner.timeline import simulate
 
 ACTIONS = ("recompute", "offload", "keep")
 LIMITS = (0.2, 0.4, 0.6, 0.8)

@@ -19,7 +19,7 @@ from ssdtrain.config import CommConfig, Config, ConfigError, ConfigIssue, Offloa
 from ssdtrain.config.paths import WRITABLE_ALLOWED, problem_with_writing
 from ssdtrain.config.units import exact_size, format_size
 from ssdtrain.features import Placement
-from ssdtrain.offload.coding import check_codec
+from ssdtrain.offload.transfer.coding import check_codec
 from ssdtrain.storage import check_host_budget, drive_of
 
 __all__ = ["check_start", "check_state", "make_directories", "warn_about_drives"]

@@ -42,7 +42,7 @@ from ssdtrain.messages import report
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.build import offload_features
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.preflight import check_start, check_state, make_directories, warn_about_drives

@@ -27,7 +27,7 @@ from ssdtrain.integration.compatibility import check_conflicts
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.gathered import GatheredStorages
+from ssdtrain.offload.tensors.eligible import GatheredStorages
 from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import Runtime

@@ -30,8 +30,8 @@ from ssdtrain.config import CheckpointConfig
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Kept
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.region import Kept
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain_ds import _compat
 
 __all__ = ["RANDOM_STATE", "RECOMPUTING", "checkpoint", "function_for", "patch_checkpointing", "recording"]
@@ -47,12 +47,12 @@ class _ThreadState(threading.local):
     """State of the forwards that this thread is in: the innermost that offloads, what `checkpoint` calls in the innermost; and
     how many of DeepSpeed's reentrant checkpoints are running."""
 
-    forward: _Forward | None = None
+    forward: _RecordedForward | None = None
     function: Checkpoint | None = None
     reentrant = 0
 
 
-class _Forward:
+class _RecordedForward:
     """The engine and the tape of one forward. Also DeepSpeed's engine for cpu_checkpointing."""
 
     def __init__(self, engine: OffloadEngine, tape: Tape) -> None:
@@ -115,7 +115,7 @@ def recording(function: Checkpoint, engine: OffloadEngine | None, tape: Tape | N
     outer = _state.function, _state.forward
     _state.function = function
     if engine is not None and tape is not None:
-        _state.forward = _Forward(engine, tape)
+        _state.forward = _RecordedForward(engine, tape)
     try:
         yield
     finally:
@@ -145,13 +145,13 @@ def function_for(config: CheckpointConfig) -> Checkpoint:
 _default.register_tracker(RANDOM_STATE, _compat.rng_tracker)
 
 
-def spilled(forward: _Forward, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
+def spilled(forward: _RecordedForward, tensors: tuple[Any, ...]) -> tuple[Any, ...]:
     """What DeepSpeed is to hold instead of `tensors`. See Note: [Where DeepSpeed keeps a block's inputs]."""
     made: dict[int, torch.Tensor] = {}
     return tuple(_spill(forward, tensor, made) for tensor in tensors)
 
 
-def _spill(forward: _Forward, tensor: Any, made: dict[int, torch.Tensor]) -> Any:
+def _spill(forward: _RecordedForward, tensor: Any, made: dict[int, torch.Tensor]) -> Any:
     if not isinstance(tensor, torch.Tensor) or _compat.is_with_an_engine(tensor):
         return tensor
     partition = _compat.partition_of(tensor)
@@ -224,7 +224,7 @@ def _empty_inputs(plain: Callable[..., Any]) -> Callable[..., Any]:
     return get_cpu_activations_for_backward
 
 
-def _forward_for_cpu_checkpoints() -> _Forward | None:
+def _forward_for_cpu_checkpoints() -> _RecordedForward | None:
     """The forward that takes the inputs of cpu_checkpointing; None: they go to the host."""
     return _state.forward if _compat.asks_for_offload_engine() else None
 

@@ -114,7 +114,7 @@ def check_training() -> tuple[ModuleType, ModuleType]:
     return arguments, training
 
 
-class Step(NamedTuple):
+class ScheduleStep(NamedTuple):
     """What the arguments of a call of `schedules.forward_step` identify."""
 
     model: torch.nn.Module
@@ -127,10 +127,10 @@ _forward_signature = inspect.signature(schedules.forward_step)
 _backward_signature = inspect.signature(schedules.backward_step)
 
 
-def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Step:
+def read_step(args: tuple[Any, ...], kwargs: dict[str, Any]) -> ScheduleStep:
     """The arguments of one call of `schedules.forward_step`."""
     given = _forward_signature.bind(*args, **kwargs).arguments
-    return Step(given["model"], given.get("current_microbatch"), given["num_microbatches"])
+    return ScheduleStep(given["model"], given.get("current_microbatch"), given["num_microbatches"])
 
 
 def output_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
@@ -171,30 +171,30 @@ def random_tracker() -> Any:
     return random.get_cuda_rng_tracker()
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where a function lives that is replaced while something is attached."""
 
     owner: Any
     name: str
 
 
-def replaceable() -> dict[str, tuple[Place, ...]]:
+def replaceable() -> dict[str, tuple[TensorPlace, ...]]:
     """The functions that are looked up when they are called, so that replacing them here is enough."""
     return {
-        "forward_step": (Place(schedules, "forward_step"),),
-        "backward_step": (Place(schedules, "backward_step"),),
-        "checkpoint": (Place(tensor_parallel, "checkpoint"), Place(random, "checkpoint")),
-        "discarding_checkpoint": (Place(random.CheckpointWithoutOutput, "checkpoint"),),
-        "linear_forward": (Place(layers.LinearWithGradAccumulationAndAsyncCommunication, "forward"),),
-        "linear_backward": (Place(layers.LinearWithGradAccumulationAndAsyncCommunication, "backward"),),
-        "checkpoint_forward": (Place(random.CheckpointFunction, "forward"),),
-        "checkpoint_backward": (Place(random.CheckpointFunction, "backward"),),
-        "discarding_forward": (Place(random.CheckpointWithoutOutputFunction, "forward"),),
-        "discarding_backward": (Place(random.CheckpointWithoutOutputFunction, "backward"),),
+        "forward_step": (TensorPlace(schedules, "forward_step"),),
+        "backward_step": (TensorPlace(schedules, "backward_step"),),
+        "checkpoint": (TensorPlace(tensor_parallel, "checkpoint"), TensorPlace(random, "checkpoint")),
+        "discarding_checkpoint": (TensorPlace(random.CheckpointWithoutOutput, "checkpoint"),),
+        "linear_forward": (TensorPlace(layers.LinearWithGradAccumulationAndAsyncCommunication, "forward"),),
+        "linear_backward": (TensorPlace(layers.LinearWithGradAccumulationAndAsyncCommunication, "backward"),),
+        "checkpoint_forward": (TensorPlace(random.CheckpointFunction, "forward"),),
+        "checkpoint_backward": (TensorPlace(random.CheckpointFunction, "backward"),),
+        "discarding_forward": (TensorPlace(random.CheckpointWithoutOutputFunction, "forward"),),
+        "discarding_backward": (TensorPlace(random.CheckpointWithoutOutputFunction, "backward"),),
     }
 
 
-FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
+FREEING_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
 """The node of the autograd function whose outputs CheckpointWithoutOutput frees."""
 
 

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import p2p_communication, schedules
 from megatron.core.tensor_parallel import layers, mappings
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
-from ssdtrain_megatron._compat import TESTED_MEGATRON, Place, missing_parameters
+from ssdtrain_megatron._compat import TESTED_MEGATRON, TensorPlace, missing_parameters
 
 TENSOR_PARALLEL = (mappings.__name__, layers.__name__, "ssdtrain_megatron.compact")
 """Modules whose calls of torch.distributed are tensor-parallel or expert-parallel traffic, by their group. The last computes
@@ -61,18 +61,20 @@ def check() -> None:
     check_nothing_missing("megatron-core", megatron.core.__version__, missing, TESTED_MEGATRON)
 
 
-def places() -> dict[str, tuple[Place, ...]]:
+def places() -> dict[str, tuple[TensorPlace, ...]]:
     """What is replaced while something compresses: functions that are looked up when they are called."""
     return {
-        "all_gather": tuple(Place(module, "dist_all_gather_func") for module in (mappings, layers)),
-        "reduce_scatter": tuple(Place(module, "dist_reduce_scatter_func") for module in (mappings, layers)),
-        "buffer_all_gather": (Place(param_and_grad_buffer, "dist_all_gather_func"),),
-        "buffer_reduce_scatter": (Place(param_and_grad_buffer, "dist_reduce_scatter_func"),),
-        "coalescing": (Place(param_and_grad_buffer, "_coalescing_manager"),),
-        "batched_p2p": (Place(p2p_communication, "_batched_p2p_ops"),),
-        "p2p": (Place(p2p_communication, "_p2p_ops"),),
-        "schedule": tuple(Place(schedules, name) for name in SCHEDULES),
-        **{name: (Place(dist, name),) for name in CALLED},
+        "all_gather": tuple(TensorPlace(module, "dist_all_gather_func") for module in (mappings, layers)),
+        "reduce_scatter": tuple(
+            TensorPlace(module, "dist_reduce_scatter_func") for module in (mappings, layers)
+        ),
+        "buffer_all_gather": (TensorPlace(param_and_grad_buffer, "dist_all_gather_func"),),
+        "buffer_reduce_scatter": (TensorPlace(param_and_grad_buffer, "dist_reduce_scatter_func"),),
+        "coalescing": (TensorPlace(param_and_grad_buffer, "_coalescing_manager"),),
+        "batched_p2p": (TensorPlace(p2p_communication, "_batched_p2p_ops"),),
+        "p2p": (TensorPlace(p2p_communication, "_p2p_ops"),),
+        "schedule": tuple(TensorPlace(schedules, name) for name in SCHEDULES),
+        **{name: (TensorPlace(dist, name),) for name in CALLED},
     }
 
 

@@ -96,7 +96,7 @@ class Attachment:
                 runtime.call_at_close(claim(chunk, _WAY))
             engine.eligible.add_exclusion(installation.must_stay)
             engine.eligible.add_exclusion(_compat.marked_not_offload)
-            engine.eligible.add_freed_function(_compat.FREED_FUNCTION)
+            engine.eligible.add_freed_function(_compat.FREEING_FUNCTION)
             runtime.features += [InnerHooks(engine.options.min_bytes), BypassedSchedules()]
         for chunk in self.chunks:
             runtime.register(chunk)

@@ -52,13 +52,13 @@ def _compressing(plain: Callable[..., Any]) -> Callable[..., Any]:
         communication = None
         if given["sequence_parallel"] or given.get("allreduce_dgrad"):
             group = _compat_compact.tensor_parallel_group(given.get("tp_group"))
-            communication = _Communication(group, given["sequence_parallel"])
+            communication = _LayerCommunication(group, given["sequence_parallel"])
         return layer(x, weight, given["bias"], communication)
 
     return linear
 
 
-class _Communication:
+class _LayerCommunication:
     """Collectives inside of a column-parallel layer. See Note: [Sequence parallelism]."""
 
     def __init__(self, group: Any, sequence_parallel: bool) -> None:

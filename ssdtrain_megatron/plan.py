@@ -24,6 +24,10 @@ _EXCLUDED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "fp4": ("keeps scales that a second run would change", (None,)),
     "num_moe_experts": ("has routers that count tokens in their forwards", (None,)),
     "mtp_num_layers": ("runs layers of its own beside the blocks", (None, 0)),
+    "context_parallel_size": (
+        "exchanges keys and values in attention, with which this was never run",
+        (None, 1),
+    ),
     "enable_cuda_graph": ("replays forwards from CUDA graphs", (None, False)),
     "external_cuda_graph": ("replays forwards from CUDA graphs", (None, False)),
     "cuda_graph_impl": ("replays forwards from CUDA graphs", (None, "none")),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ssdtrain import device
-from ssdtrain.offload.closing import wait_for_copies
+from ssdtrain.offload.pacing.closing import wait_for_copies
 from ssdtrain.patience import Patience
 from ssdtrain.state import transfers
 from ssdtrain.state.transfers import Staged
@@ -105,7 +105,7 @@ def test_buffers_of_model_state_come_back_from_copies_that_end_one_by_one(
     with SpillStore([tmp_path], capacity=1 << 20) as store:
         staged = Staged(store, SlowDevice(ends), arena, verify=False)
         for number in range(COUNT):
-            buffer = transfers._Buffer(arena.acquire(4096), 4096)
+            buffer = transfers._HostBuffer(arena.acquire(4096), 4096)
             staged._busy.append((None, ends.event(number), buffer))
         staged.close()
     assert not arena.allocated

@@ -15,7 +15,7 @@ from torch.optim.optimizer import Optimizer
 import ssdtrain
 from ssdtrain.features import Feature
 from ssdtrain.integration.inner_hooks import InnerHooks
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.runtime import Runtime
 from ssdtrain.steps import Step, StepClock
 
@@ -296,7 +296,7 @@ def test_in_a_loop_of_ten_steps_everything_counts_ten(loop: Loop, tmp_path: Path
     def counted(runtime: Runtime) -> dict[str, int]:
         statistics, compact = runtime.statistics(), runtime.compact
         assert statistics is not None and runtime.offload is not None and compact is not None
-        [controller] = [feature for feature in runtime.features if isinstance(feature, AdaptiveOffload)]
+        [controller] = [feature for feature in runtime.features if isinstance(feature, PlanController)]
         [inner] = [feature for feature in runtime.features if isinstance(feature, InnerHooks)]
         lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))

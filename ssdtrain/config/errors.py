@@ -1,6 +1,7 @@
 """Errors of a config: the key, its value, the reason, and what is allowed."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,15 +86,24 @@ def shortened(text: str, most: int) -> str:
     return text if len(text) <= most else f"{text[: most * 2 // 3]} ... {text[5 - most // 3 :]}"
 
 
+class _BoundedRepr(reprlib.Repr):
+    """repr in time and memory that do not grow with the size of a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = _SHOWN + 2
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = self.maxfrozenset = _SHOWN // 3
+
+    def repr_int(self, x: int, level: int) -> str:
+        return f"<a number of {x.bit_length()} bits>" if x.bit_length() > _SHOWN_BITS else repr(x)
+
+    repr__Mapping = repr_mappingproxy = reprlib.Repr.repr_dict
+
+
 def shown(value: Any) -> str:
-    """repr(value) truncated to 120 characters, in time and memory independent of the size of `value`: a few lines of YAML with
-    anchors can describe a list of billions of elements."""
-    text = ""
-    for piece in _pieces(value):
-        text += piece
-        if len(text) > _SHOWN:
-            return f"{text[: _SHOWN - 3]}..."
-    return text
+    """Return repr(value) in at most 120 characters."""
+    text = _BoundedRepr().repr(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 
 
 def shown_key(key: Any) -> str:
@@ -107,42 +117,3 @@ def shown_key(key: Any) -> str:
 def printable(text: str) -> str:
     """`text` if it is printable on one line, else its repr (lone surrogates, control characters)."""
     return text if text.isprintable() else repr(text)
-
-
-def _pieces(value: Any) -> Iterator[str]:
-    # Each level of nesting yields a bracket first, so `shown` bounds the depth of the recursion.
-    if isinstance(value, Mapping):
-        yield "{"
-        for index, key in enumerate(value):
-            yield ", " if index else ""
-            yield from _pieces(key)
-            yield ": "
-            yield from _pieces(value[key])
-        yield "}"
-    elif isinstance(value, list):
-        yield from _elements("[", value, "]")
-    elif isinstance(value, tuple):
-        yield from _elements("(", value, ",)" if len(value) == 1 else ")")
-    elif isinstance(value, set | frozenset) and value:
-        yield from _elements("{", value, "}")
-    elif isinstance(value, str | bytes | bytearray):
-        yield repr(value[: _SHOWN + 1])
-    elif isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
-        yield f"<a number of {value.bit_length()} bits>"
-    else:
-        yield _repr(value)
-
-
-def _elements(begin: str, values: Iterable[Any], end: str) -> Iterator[str]:
-    yield begin
-    for index, value in enumerate(values):
-        yield ", " if index else ""
-        yield from _pieces(value)
-    yield end
-
-
-def _repr(value: Any) -> str:
-    try:
-        return repr(value)[: _SHOWN + 1]
-    except ValueError:  # it holds an integer of more digits than Python writes
-        return f"<a {type(value).__name__}>"

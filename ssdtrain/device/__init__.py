@@ -5,7 +5,7 @@ a data corruption in other projects:
 
 - The current stream is resolved at each use, on the calling thread, and never inside a `with stream:` block (torchtitan #2581).
 - A side stream waits for an event of the producing stream before it reads the data. A restore target is allocated on the load
-  stream and written after the event of the previous user of its memory (`ssdtrain.offload.targets`).
+  stream and written after the event of the previous user of its memory (`ssdtrain.offload.transfer.targets`).
 - Memory is kept alive by a reference until the event has completed. `record_stream` is only used with the stream that saves a
   tensor (`record_use`): for memory that this stream allocated it does nothing, and for memory of another stream it is needed.
   With the side streams it would make reuse, and therefore the peak, depend on timing.

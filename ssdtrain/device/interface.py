@@ -35,7 +35,7 @@ class Device(Protocol):
         None: not known."""
 
     def load_target(self, nbytes: int) -> torch.Tensor:
-        """Uninitialised bytes of the device (uint8), allocated on the load stream. See `ssdtrain.offload.targets`."""
+        """Uninitialised bytes of the device (uint8), allocated on the load stream. See `ssdtrain.offload.transfer.targets`."""
 
     def clone(self, source: torch.Tensor) -> torch.Tensor:
         """A copy of `source` (device, uint8) in device memory, allocated and made on the current stream."""
@@ -103,7 +103,7 @@ def uninitialised(nbytes: int, device: torch.device) -> torch.Tensor:
     """Memory of the current stream (uint8) that nothing is written to.
 
     `torch.empty` fills it where deterministic algorithms are on (`torch.utils.deterministic.fill_uninitialized_memory`): on the
-    load stream at once, although the stream that used the memory before may still read it (`ssdtrain.offload.targets`).
+    load stream at once, although the stream that used the memory before may still read it (`ssdtrain.offload.transfer.targets`).
     """
     storage = torch.UntypedStorage(nbytes, device=device)
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)

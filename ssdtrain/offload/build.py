@@ -14,9 +14,9 @@ from ssdtrain.config import OffloadConfig
 from ssdtrain.config.units import MiB
 from ssdtrain.device import device_for
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.gpudirect import attach_gpudirect, gpudirect_refused
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
+from ssdtrain.offload.transfer.gpudirect import attach_gpudirect, gpudirect_refused
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
 
 __all__ = ["build_engine"]
@@ -33,7 +33,7 @@ def build_engine(
     faults: Faults | None = None,
     staged: bool | None = None,
 ) -> tuple[OffloadEngine, SpillStore]:
-    """The engine, and the store that it uses, which the caller closes after the engine.
+    """Return the engine, and the store that it uses, which the caller closes after the engine.
 
     Args:
         device: where the activations live.

@@ -5,21 +5,27 @@ Inside an offload context they therefore go to the tape and come back ahead of t
 What this adds: keyword tensors and those in containers are saved the same way, so that they leave memory, and a change in place
 after the block is an error as for any saved tensor; a recomputation is called with the containers as they were, whatever was
 written into a dict or list since; and random generators that torch does not know (of frameworks, which register them) are
-restored for the recomputation, and so is what else a function reads of the process (`ambient_state`).
+restored for the recomputation, and so is what else a function reads of the process (`AmbientState`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import pickle
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import Context, copy_context
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import torch
 import torch.utils.checkpoint
+from torch.backends import cuda, cudnn, mkldnn
 from torch.utils.checkpoint import noop_context_fn
 
 from ssdtrain.config import CheckpointConfig
-from ssdtrain.offload.ambient_state import AmbientState, State
 from ssdtrain.profile.containers import copy_containers
 
 __all__ = ["Checkpoint", "checkpoint", "detach_leaves"]
@@ -56,7 +62,7 @@ class Checkpoint:
 
     def __init__(self, config: CheckpointConfig | None = None) -> None:
         self.config = config if config is not None else CheckpointConfig()
-        self._random: dict[str, State] = {}
+        self._random: dict[str, StateAccess] = {}
 
     def register_random_state(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         """Save and restore one more generator around every recomputation.
@@ -66,7 +72,7 @@ class Checkpoint:
             read: returns a state that later use of the generator does not change.
             write: takes what `read` returned.
         """
-        self._random[name] = State(read, write)
+        self._random[name] = StateAccess(read, write)
 
     def register_tracker(self, name: str, tracker: Callable[[], Any]) -> None:
         """`register_random_state` of the generators of a framework's tracker, an object with `get_states` and `set_states`.
@@ -204,7 +210,7 @@ class _Replay:
     def __init__(
         self,
         function: Callable[..., Any],
-        states: tuple[State, ...],
+        states: tuple[StateAccess, ...],
         preserve: bool,
         given: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
         saved: Any = None,
@@ -241,3 +247,122 @@ class _Replay:
             # torch ends a recomputation early by an exception.
             for state, value in zip(self._states, current, strict=True):
                 state.write(value)
+
+
+class StateAccess(NamedTuple):
+    """How to read and write the state of something."""
+
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+
+
+def _read_numpy() -> bytes | None:
+    numpy = sys.modules.get("numpy.random")
+    return None if numpy is None else pickle.dumps(numpy.get_state(legacy=False))
+
+
+def _write_numpy(state: bytes | None) -> None:
+    if state is not None:
+        sys.modules["numpy.random"].set_state(pickle.loads(state))
+
+
+_GENERATORS = StateAccess(random.getstate, random.setstate), StateAccess(_read_numpy, _write_numpy)
+
+
+def _read_deterministic() -> tuple[bool, bool]:
+    return (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+
+
+def _write_deterministic(state: tuple[bool, bool]) -> None:
+    enabled, warns = state
+    torch.use_deterministic_algorithms(enabled, warn_only=warns)
+
+
+def _read_precision() -> Any:
+    try:
+        return torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # it was set by the newer attributes, and torch refuses to read the older ones then
+        return tuple(backend.fp32_precision for backend in _precisions())
+
+
+def _write_precision(state: Any) -> None:
+    if isinstance(state[-1], bool):
+        torch.set_float32_matmul_precision(state[0])
+        cudnn.allow_tf32 = state[1]
+        return
+    for backend, precision in zip(_precisions(), state, strict=True):
+        backend.fp32_precision = precision
+
+
+def _precisions() -> tuple[Any, ...]:
+    return cuda.matmul, cudnn.conv, cudnn.rnn, mkldnn.matmul, mkldnn.conv, mkldnn.rnn  # type: ignore[attr-defined]
+
+
+def _flag(module: Any, name: str) -> StateAccess:
+    return StateAccess(partial(getattr, module, name), partial(setattr, module, name))
+
+
+_KERNELS = (
+    StateAccess(cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    StateAccess(cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    StateAccess(cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    StateAccess(cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    StateAccess(_read_deterministic, _write_deterministic),
+    StateAccess(_read_precision, _write_precision),
+    _flag(cuda.matmul, "allow_fp16_reduced_precision_reduction"),
+    _flag(cuda.matmul, "allow_bf16_reduced_precision_reduction"),
+    *(_flag(cudnn, name) for name in ("enabled", "benchmark", "deterministic")),
+    StateAccess(torch.get_default_dtype, torch.set_default_dtype),
+    StateAccess(torch.get_num_threads, torch.set_num_threads),
+)
+"""Which kernels compute, and in which order and precision they add."""
+
+
+class AmbientState:
+    """What is read before the first run of a function.
+
+    Args:
+        generators: restore these too.
+    """
+
+    def __init__(self, *, generators: bool) -> None:
+        self._first = [(state, state.read()) for state in (_GENERATORS if generators else ())]
+        self._kernels = [(state, state.read()) for state in _KERNELS]
+        self._context = copy_context()
+
+    def ran(self) -> None:
+        """The first run is over: a generator that it did not draw from is left alone, since other threads may."""
+        self._first = [(state, value) for state, value in self._first if state.read() != value]
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Inside they are as they were."""
+        changed = [(state, value) for state, value in self._kernels if state.read() != value]
+        then = [*self._first, *changed]
+        now = [(state, state.read()) for state, _ in then]
+        variables = _set(self._context)
+        try:
+            _write(then)
+            yield
+        finally:
+            _write(now)
+            for variable, token in reversed(variables):
+                variable.reset(token)
+
+
+def _set(context: Context) -> list[tuple[Any, Any]]:
+    """Give the variables their values in `context`. Returns those that had others, each with what resets it."""
+    missing = object()
+    return [
+        (variable, variable.set(value))
+        for variable, value in context.items()
+        if variable.get(missing) is not value
+    ]
+
+
+def _write(values: list[tuple[StateAccess, Any]]) -> None:
+    for state, value in values:
+        state.write(value)

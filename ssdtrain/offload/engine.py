@@ -14,17 +14,15 @@ import functools
 import torch
 
 from ssdtrain.device import Device, Event, Timestamp
-from ssdtrain.offload import closing
-from ssdtrain.offload.buffers import Buffers
-from ssdtrain.offload.coding import Coding
-from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.checks.module_tally import ModuleTally
+from ssdtrain.offload.checks.proof import Prover, provable
 from ssdtrain.offload.functorch import modes, tracing, without_modes
-from ssdtrain.offload.gpudirect import GpuDirectTransfer
-from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.module_tally import ModuleTally
-from ssdtrain.offload.mover import Mover
 from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.pacing import closing
+from ssdtrain.offload.pacing.closing import wait_for_load
+from ssdtrain.offload.pacing.prefetch import Prefetcher
+from ssdtrain.offload.pacing.starter import StoreStarter, operator_number
 from ssdtrain.offload.policy import (
     OFFLOAD,
     STAY,
@@ -34,16 +32,18 @@ from ssdtrain.offload.policy import (
     OffloadPolicy,
     SavedTensorInfo,
 )
-from ssdtrain.offload.prefetch import Prefetcher
-from ssdtrain.offload.proof import Prover, provable
-from ssdtrain.offload.region import Handle, Kept, Region, Releases, captured, modified
-from ssdtrain.offload.restore import Restorer
-from ssdtrain.offload.sharing import Extent, extent_of, find_region, make_region
-from ssdtrain.offload.staged import StagedTransfer
-from ssdtrain.offload.starter import StoreStarter, operator_number
-from ssdtrain.offload.tape import FAR, Tape
-from ssdtrain.offload.transfer import DirectTransfer, Transfer
-from ssdtrain.offload.waiting import wait_for_load
+from ssdtrain.offload.tensors.eligible import Eligibility
+from ssdtrain.offload.tensors.meter import ActivationMeter
+from ssdtrain.offload.tensors.region import Handle, Kept, Region, Releases, captured, modified
+from ssdtrain.offload.tensors.sharing import Extent, extent_of, find_region, make_region
+from ssdtrain.offload.tensors.tape import FAR, Tape
+from ssdtrain.offload.transfer.buffers import Buffers
+from ssdtrain.offload.transfer.coding import Coding
+from ssdtrain.offload.transfer.gpudirect import GpuDirectTransfer
+from ssdtrain.offload.transfer.mover import Mover
+from ssdtrain.offload.transfer.restore import Restorer
+from ssdtrain.offload.transfer.staged import StagedTransfer
+from ssdtrain.offload.transfer.transfer import DirectTransfer, Transfer
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
 from ssdtrain.profile.time_spans import Spans
@@ -110,7 +110,7 @@ class OffloadEngine:
         forks.track(self)
 
     def after_fork(self) -> None:
-        """In a forked child: do nothing any more."""
+        """Do nothing any more, in a forked child."""
         self.forked = self._closed = True
 
     # What others record
@@ -136,10 +136,26 @@ class OffloadEngine:
         """Forwards run without hooks: nothing is worth moving, and nobody records what is saved."""
         return self._resting and not (self.recorder.active or self.meter.record or self.prover is not None)
 
+    # What a plan decides, between steps
+
+    def set_plan_bound(self, nbytes: int | None) -> None:
+        """Bound the stores in flight by a plan for a CPU, where they are a part of the peak: tensors then leave in order, see
+        Note: [Departure in order] in `in_flight`. None: by `offload.in_flight` alone."""
+        self.mover.stores.bound = nbytes
+
+    def set_arena_in_use(self, used: bool) -> None:
+        """Have an arena of buffers for what comes back, or none where its size is not given. See `Buffers.optional`."""
+        self.buffers.used = used
+        self.grow(between_steps=True)
+
+    def defer(self, defers: bool) -> None:
+        """Let small stores wait for others that wake the I/O pool with them, or begin each at once."""
+        self.mover.defers = defers
+
     # Forward
 
     def pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
-        """What autograd keeps instead of `tensor`.
+        """Return what autograd keeps instead of `tensor`.
 
         Raises:
             StoreFull: no tier has room, and the config says to raise.
@@ -198,7 +214,7 @@ class OffloadEngine:
         if extent[2] < eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
         if self._copies:
-            self.device.record_use(tensor)  # see Note: [Memory of another stream] in `starter`
+            self.device.record_use(tensor)  # see Note: [Memory of another stream] in `pacing.starter`
         region = find_region(seen, tensor, extent, tape) if seen.regions else None
         if region is not None:
             metrics.shared_tensors += 1
@@ -247,7 +263,7 @@ class OffloadEngine:
     # Backward
 
     def unpack(self, held: Handle | Kept) -> torch.Tensor:
-        """The tensor that `pack` was given: same bytes, dtype, sizes and strides.
+        """Return the tensor that `pack` was given: same bytes, dtype, sizes and strides.
 
         Raises:
             RuntimeError: it was modified in place since, as autograd says without hooks; it was closed; or a graph is captured.
@@ -265,7 +281,7 @@ class OffloadEngine:
         return self._unpack(held)
 
     def _timestamp(self) -> Timestamp | None:
-        """Of the beginning of a hook, where passes are recorded."""
+        """Return the time at which a hook begins, where passes are recorded."""
         return self.device.timestamp() if self.recorder.active and not self.device.capturing() else None
 
     def _unpack(self, held: Handle) -> torch.Tensor:
@@ -298,7 +314,7 @@ class OffloadEngine:
         return tensor
 
     def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
-        """The tensor if its bytes are in memory; else None, with their load under way."""
+        """Return the tensor if its bytes are in memory; else None, with their load under way."""
         region = handle.region
         tape = region.tape
         if not self._released.empty():
@@ -349,7 +365,7 @@ class OffloadEngine:
                 self._note_ends()
 
     def next_backward(self, tapes: list[Tape]) -> None:
-        """Whose backward follows the current one, in order: reads go on there when a tape runs out."""
+        """Note whose backward follows the current one, in order: reads go on there when a tape runs out."""
         if not self.forked:
             with self._lock:
                 self.prefetcher.next_tapes = tapes
@@ -399,7 +415,7 @@ class OffloadEngine:
             self.meter.drain()
 
     def snapshot(self) -> OffloadMetrics:
-        """The counters now; in a forked child as they were at the fork."""
+        """Return the counters now; in a forked child as they were at the fork."""
         if self.forked:
             return self.metrics.copy()
         with self._lock:
@@ -438,14 +454,14 @@ class OffloadEngine:
             if self._closed:
                 return
             self._closed = self.prefetcher.closed = self._starter.closed = self.mover.transfer.closed = True
-            self.mover.stores.bound = None  # no later store makes what has been written leave
+            self.set_plan_bound(None)  # no later store makes what has been written leave
             self._drain()
             closing.drain_at_deaths(self._released, self._lock, self.device, self._drain)
             busy = closing.busy_regions(self.mover.busy())
         closing.wait_for_all(busy, self.options.deadline, self._next_copy, self.device, PATIENCE)
 
     def _next_copy(self) -> Event | None:
-        """The end of the next copy that uses the arena; None: there is none, and the arena is closed."""
+        """Return the end of the next copy that uses the arena; None: there is none, and the arena is closed."""
         with self._lock:
             self._drain()
             if (passing := self.mover.transfer.passing()) is None:

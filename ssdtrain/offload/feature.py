@@ -14,11 +14,11 @@ from ssdtrain.device import warn_of_untested_torch
 from ssdtrain.features import Feature, Forward, Microbatch, Placement, Step
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.build import build_engine
+from ssdtrain.offload.checks.proof import Prover
+from ssdtrain.offload.checks.step_checks import StepChecks
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.policy import OffloadPolicy
-from ssdtrain.offload.proof import Prover
-from ssdtrain.offload.step_checks import StepChecks
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, Rating, defer_signals
 from ssdtrain.text import size_text
 
@@ -87,7 +87,7 @@ class ActivationOffload(Feature):
         others = [r for r in range(place.local_world_size) if r != place.local_rank]
         shared = [offload.expand(rank=first + r, local_rank=r) for r in others]
         self.endurance = Endurance(directories, shared, _rating(offload.endurance))
-        """Of the drives; limits what "auto" offloads where the config has `offload.endurance`."""
+        """Budget of the drives; limits what "auto" offloads where the config has `offload.endurance`."""
         self.checks = StepChecks(self.engine, self.store, self.endurance, offload, place, planned=planned)
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
         self._steps_end = False  # or begin: the next end will be known
@@ -142,7 +142,7 @@ class ActivationOffload(Feature):
             self.engine.prefetch(found[0])
 
     def tape(self, chunk: int, microbatch: int) -> Tape | None:
-        """The latest tape of a microbatch on a model chunk; None where nothing needs it any more."""
+        """Return the latest tape of a microbatch on a model chunk; None where nothing needs it any more."""
         known = self._tapes.get((chunk, microbatch))
         tape = known() if known is not None else None
         if tape is None:

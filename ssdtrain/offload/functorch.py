@@ -62,7 +62,7 @@ _replaced: Any = None
 
 
 def tracing() -> bool:
-    """True while `make_fx` records what is called: what is saved then belongs to the graph that it builds."""
+    """Return True while `make_fx` records what is called: what is saved then belongs to the graph that it builds."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
 
 
@@ -85,7 +85,7 @@ def warn_once(reason: str) -> None:
 
 
 def _after_fork() -> None:
-    """In a child: the thread that held the lock may be one of the parent's, which will never release it."""
+    """Replace the lock in a child: the thread that held it may be one of the parent's, which will never release it."""
     global _lock
     _lock = make_signal_safe_lock()
 

@@ -10,7 +10,7 @@ import torch
 
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.functorch import PackHook, StepAside, disabled_because, warn_once
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 
 __all__ = ["SavedTensorRecorder"]
 

@@ -12,7 +12,7 @@ from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import Operation
 
 if TYPE_CHECKING:
-    from ssdtrain.offload.region import Region
+    from ssdtrain.offload.tensors.region import Region
 
 __all__ = ["OffloadMetrics"]
 
@@ -30,9 +30,9 @@ class OffloadMetrics(MetricSet):
     kept_bytes: int = counter(Unit.BYTES, "kept")
     """Bytes of regions, or parts of them, that stayed in memory: by plan, for want of room, or past the deadline."""
     kept_full_bytes: int = counter(Unit.BYTES, "kept as tiers are full")
-    """Of these, because every tier was full or had failed."""
+    """Part of these: every tier was full or had failed."""
     kept_late_bytes: int = counter(Unit.BYTES, "kept as stores are late")
-    """Of these, because the stores in flight did not end within `offload.deadline`."""
+    """Part of these: the stores in flight did not end within `offload.deadline`."""
     shared_tensors: int = counter(Unit.COUNT)
     """Saved tensors that joined a region which another had made."""
     packed_bytes: int = counter(Unit.BYTES)
@@ -46,7 +46,7 @@ class OffloadMetrics(MetricSet):
     loaded_bytes: int = counter(Unit.BYTES)
     """Bytes read back."""
     verified_bytes: int = counter(Unit.BYTES)
-    """Of these, bytes whose checksum was compared with that of what was written."""
+    """Part of these: their checksum was compared with that of what was written."""
     evicted_bytes: int = counter(Unit.BYTES)
     """Bytes prefetched and dropped again to make room."""
     outside_bytes: int = counter(Unit.BYTES)
@@ -88,7 +88,7 @@ class OffloadMetrics(MetricSet):
         return self.store_wait_seconds + self.load_wait_seconds
 
     def transfers(self) -> HostTime:
-        """What transfers took of the host's time so far."""
+        """Return what transfers took of the host's time so far."""
         return HostTime(self.store_wait_seconds, self.load_wait_seconds, self.storing_seconds)
 
     def count_store_wait(self, cause: str, name: str, seconds: float) -> None:
@@ -118,7 +118,7 @@ class OffloadMetrics(MetricSet):
             spans.moved(track, region.name, operation.nbytes, operation.began, operation.seconds)
 
     def copy(self) -> OffloadMetrics:
-        """A snapshot."""
+        """Return a snapshot."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         values["load_waits"] = dict(self.load_waits)
         return OffloadMetrics(**values)

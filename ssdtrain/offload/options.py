@@ -36,6 +36,6 @@ class EngineOptions:
 
     @classmethod
     def of(cls, config: OffloadConfig, **others: Any) -> EngineOptions:
-        """The keys of `config` that are fields of this class, and `others`, which take precedence."""
+        """Return the keys of `config` that are fields of this class, and `others`, which take precedence."""
         shared = [field.name for field in fields(cls) if field.name in OffloadConfig.model_fields]
         return cls(**{**{name: getattr(config, name) for name in shared}, **others})

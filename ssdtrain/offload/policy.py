@@ -46,12 +46,12 @@ class SavedTensorInfo(NamedTuple):
     microbatch: int
     """-1 where the training loop does not name it."""
     position: int
-    """On the tape, from 0."""
+    """Place on the tape, from 0."""
     saved_before: int
     """Bytes of the tape before this region."""
     nbytes: int
     dtype: torch.dtype
-    """Of the first tensor saved in the region."""
+    """Dtype of the first tensor saved in the region."""
     modules: tuple[Running, ...]
     """The modules that were running, outermost first; () where they are unknown, or the policy needs none."""
 
@@ -90,7 +90,7 @@ class ForwardProfile(NamedTuple):
     chunk: int
     microbatch: int
     saved_bytes: int
-    """Of all its regions, kept ones included."""
+    """Bytes of all its regions, kept ones included."""
     store_wait_seconds: float
     """Total time since the start that training has waited for stores."""
     load_wait_seconds: float

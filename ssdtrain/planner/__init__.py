@@ -1,11 +1,11 @@
 """What to keep, offload or recompute: costs, search and control.
 
-What lives here: the one cost model (`step` its types, `timeline` the simulation, `queues` the queues of transfers);
-`models` and `hardware` (shapes and published figures, for machines that are not available); `search` (the plan that is
-best under limits); `cluster` and `estimate` (a job by its shape, a model by its code), `explain`, `execute` (a plan in
-plain PyTorch); and `offload.amount: "auto"`: `measured` (a step as blocks), `choose` (which of them to offload),
-`adaptive` (the engine's policy), `controller` (when to plan again),
-`room` (what may stay on a device), `decisions` (its table in the log). May import
-everything below the runtime; nothing below it imports this. It never moves a tensor: the policies of the
-engine carry out its choices.
+Read in this order: `controller` (the one class that decides plans while training), its two subjects `regions` and `blocks` on the
+base `subject`, `search` (the one search; `finder` gives it the limits of a config, `plans` has its types), `model` (the one cost
+model). Beside them: from records to blocks (`measured`, `recent`, `block_times`, `spans`), what plans count on (`derating`,
+`arena`, `room`), ranks (`agreement`), recomputation (`execute`, `actions`, `recomputations`), and what is said (`explain`,
+`decisions`, `memory_plot`, `plan_metrics`).
+
+May import everything below the runtime; nothing below it imports this. It never moves a tensor: the policies of the engine carry
+out its choices, and what it asks of the engine are methods.
 """

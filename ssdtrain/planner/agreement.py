@@ -30,8 +30,7 @@ import torch.distributed as dist
 from ssdtrain.config import ConfigError
 from ssdtrain.device.runtime import made_current
 from ssdtrain.planner.block_times import MeasuredBlock
-from ssdtrain.planner.controller import OUTGROWN
-from ssdtrain.planner.plans import NoPlan
+from ssdtrain.planner.plans import OUTGROWN, NoPlan
 
 __all__ = ["Agreement"]
 
@@ -66,6 +65,7 @@ class Agreement:
         device: of this rank.
 
     Attributes:
+        blocks: names of its blocks.
         recomputed: names of the blocks that all ranks recompute; None: not decided, or without a group.
     """
 
@@ -73,7 +73,7 @@ class Agreement:
         self, group: dist.ProcessGroup | None, blocks: tuple[str, ...], device: torch.device = CPU
     ) -> None:
         self.recomputed: frozenset[str] | None = None
-        self._group, self._blocks, self._device = group, blocks, device
+        self.blocks, self._group, self._device = blocks, group, device
         self._ranks = [] if group is None else dist.get_process_group_ranks(group)
         self._decides = 0  # the rank within the group
         self._warned: set[bool] = set()
@@ -148,10 +148,8 @@ class Agreement:
         saved = sum(piece.block.saved for piece in found) if found else None
         states: list[Any] = [None] * len(self._ranks)
         with made_current(self._device):
-            dist.all_gather_object(
-                states, _State(self._blocks, dict(impure), again, saved), group=self._group
-            )
-        if any(state.blocks != self._blocks for state in states):
+            dist.all_gather_object(states, _State(self.blocks, dict(impure), again, saved), group=self._group)
+        if any(state.blocks != self.blocks for state in states):
             raise RuntimeError(
                 f"ssdtrain.plan: the ranks {self._ranks} have other blocks each, and could not recompute the same ones: "
                 'give them the same plan.blocks, or set plan.recompute to "off"'

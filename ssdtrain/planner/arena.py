@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.step import Block, Machine
+from ssdtrain.planner.model.types import Block, Machine
 
 __all__ = ["ArenaCost"]
 
@@ -37,5 +37,4 @@ class ArenaCost:
     def planned(self, *, used: bool) -> None:
         """A plan begins, between two steps. `used`: something leaves."""
         if self._optional:
-            self._buffers.used = used
-            self._engine.grow(between_steps=True)
+            self._engine.set_arena_in_use(used)

@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.plans import Problem, actions_for
+from ssdtrain.planner.model.types import COMPRESS, Block, Machine, Pass
+from ssdtrain.planner.plans import SearchProblem, actions_for
 from ssdtrain.planner.spans import Span
-from ssdtrain.planner.step import COMPRESS, Block, Machine, Pass
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
 
 __all__ = [
@@ -358,7 +358,7 @@ def problem_of(
     machine: Machine,
     impure: Container[str],
     recomputed: Container[str] | None = None,
-) -> Problem:
+) -> SearchProblem:
     """What is searched for these blocks. Without a block that may be recomputed there is no such action; the same with compress.
 
     Args:
@@ -380,4 +380,4 @@ def problem_of(
     actions = actions_for(machine, recompute=any(pure), compress=compress)
     never = frozenset(number for number, may in enumerate(pure) if not may)
     always = frozenset(number for number, must in enumerate(again) if must)
-    return Problem([blocks], order, machine, actions, fixed - always, never, always)
+    return SearchProblem([blocks], order, machine, actions, fixed - always, never, always)

@@ -15,12 +15,14 @@ from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.policy import OffloadPolicy
-from ssdtrain.planner.adaptive import AdaptivePolicy
-from ssdtrain.planner.auto import AutoPlan
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.blocks import Blocks
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.execute import BlockPolicy
+from ssdtrain.planner.finder import EQUAL, Goal
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plan_metrics import PlanMetrics
+from ssdtrain.planner.regions import AdaptivePolicy, Regions
+from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.storage import Faults
 
 __all__ = ["offload_features"]
@@ -111,34 +113,50 @@ def _planning(
             named.why,
         )
         return _EmptyStage(named.why)
+    subject: PlanSubject
     if isinstance(policy, BlockPolicy):
         assert plan is not None
         exact, tiers = checkpoint.exact(config.checkpoint), config.offload is not None
         lossy = compact if plan.compress else None
-        return AutoPlan(
-            plan, offload, policy, named, exact, compact=lossy, tiers=tiers, reports=reports, plot=plot
-        )
-    assert isinstance(policy, AdaptivePolicy) and config.offload is not None
-    found = AdaptiveOffload(
+        subject = Blocks(plan, offload, policy, named, exact, compact=lossy, tiers=tiers)
+    else:
+        assert isinstance(policy, AdaptivePolicy) and config.offload is not None
+        limited = plan is None and config.offload.device_budget is not None
+        subject = Regions(offload.engine, policy, limited=limited, strict=plan is not None)
+    endures = config.offload is not None and config.offload.endurance is not None
+    controller = PlanController(
         offload.engine,
         offload.store,
-        policy,
-        device_budget=config.offload.device_budget if plan is None else plan.device_limit,
-        endurance=offload.endurance if config.offload.endurance is not None else None,
-        must_fit=plan is not None,
-        slack=None if plan is None else plan.slowdown,
-        most_slowdown=None if plan is None else plan.max_slowdown,
-        least_memory=plan is not None and plan.memory,
+        subject,
+        goal_of(config, by_blocks=isinstance(subject, Blocks)),
+        endurance=offload.endurance if endures else None,
         reports=reports,
         plot=plot,
     )
-    if plan is not None:
-        found.note = f"\n  no block is recomputed: {named.why}"
-    return found
+    if plan is not None and isinstance(subject, Regions):
+        controller.note = f"\n  no block is recomputed: {named.why}"
+    return controller
+
+
+def goal_of(config: Config, *, by_blocks: bool) -> Goal:
+    """What a config asks of plans: the section `plan`, or without it `offload.device_budget`."""
+    if not config.plans or config.plan is None:
+        assert config.offload is not None
+        budget = config.offload.device_budget
+        return Goal.of_budget(budget)
+    plan = config.plan
+    hidden = 0.0 if by_blocks else EQUAL if plan.slowdown is None else min(EQUAL, plan.slowdown)
+    return Goal(
+        plan.device_limit,
+        memory=plan.memory,
+        slowdown=plan.slowdown,
+        most_slowdown=plan.max_slowdown,
+        hidden=hidden,
+    )
 
 
 class _EmptyStage(Feature):
-    """In place of `AutoPlan` on a rank that has nothing to plan for: the same metrics, which are reduced over all ranks."""
+    """Stands for a `PlanController` on a rank that has nothing to plan for: its metrics are reduced over all ranks."""
 
     def __init__(self, why: str) -> None:
         self._why, self._metric = why, PlanMetrics()

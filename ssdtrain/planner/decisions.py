@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ssdtrain.planner.choose import Chosen
-from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.step import KEEP, Block, BlockTimes, Choice
+from ssdtrain.planner.model.types import KEEP, Block, BlockTimes, Choice, StepTimeline
+from ssdtrain.planner.plans import Plan, SearchProblem
 from ssdtrain.text import duration_text, size_text
 
 __all__ = ["Outcome", "decision_table"]
@@ -59,23 +58,30 @@ class _Row(NamedTuple):
         return "hidden" if self.times.hidden else "not hidden"
 
 
-def decision_table(profile: Profile, chosen: Chosen, outcome: Outcome) -> str:
-    """A line for each run of neighbouring blocks of one action, then what was predicted and measured."""
+def decision_table(
+    chunks: Sequence[int], problem: SearchProblem, plan: Plan, kept: StepTimeline, outcome: Outcome
+) -> str:
+    """A line for each run of neighbouring blocks of one action, then what was predicted and measured.
+
+    Args:
+        chunks: the numbers of the model chunks that `problem` has.
+        kept: the step that keeps everything.
+    """
     lines = ["offload.amount auto decided, for each microbatch:"]
-    for number, chunk in enumerate(profile.chunks):
-        parts = profile.blocks[number], chosen.choices[number], chosen.predicted.blocks[number]
+    predicted = plan.timeline
+    every = zip(chunks, problem.chunks, problem.choices(plan.actions), predicted.blocks, strict=True)
+    for chunk, *parts in every:
         rows = [_Row(*row) for row in zip(*parts, strict=True)]
         for (choice, why), group in groupby(rows, key=lambda row: (row.choice, row.why)):
-            action = _action_text(choice, chosen)
+            action = _action_text(choice, several=len(predicted.written) > 1)
             text = _group_text(list(group), action, why)
             # Where no module is known, the name of a region has the chunk too.
             lines.append(f"  chunk {chunk}: {text.replace(f'chunk {chunk}, ', '')}")
-    predicted = chosen.predicted
     lines.append(
         f"  activation peak: {size_text(predicted.peak_bytes)} predicted, {size_text(outcome.peak_bytes)} measured, "
         f"{size_text(outcome.unoffloaded_peak_bytes)} without offload"
     )
-    ratio = predicted.seconds / chosen.kept.seconds
+    ratio = predicted.seconds / kept.seconds
     lines.append(
         f"  forward and backward: x{ratio:.3f} of keeping everything predicted, of which waits {duration_text(predicted.stall)};"
         f" step {duration_text(outcome.step_seconds)}, waits {duration_text(outcome.stall_seconds)} measured"
@@ -85,12 +91,12 @@ def decision_table(profile: Profile, chosen: Chosen, outcome: Outcome) -> str:
     return "\n".join(lines)
 
 
-def _action_text(choice: Choice, chosen: Chosen) -> str:
-    """With the tier, where there are two."""
+def _action_text(choice: Choice, *, several: bool) -> str:
+    """Name the action, with the tier where there are `several`."""
     if choice == KEEP:
         return "keep"
     action = "offload" if choice.share == 1 else f"{choice.share:.0%} offloaded"
-    if len(chosen.predicted.written) > 1:
+    if several:
         action += " to host memory" if choice.tier == "host" else " to drives"
     return action if choice.share == 1 else f"{action}, of"
 

@@ -26,13 +26,13 @@ from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.checkpoint import checkpoint as default_checkpoint
 from ssdtrain.offload.functorch import top_hooks
 from ssdtrain.offload.policy import KEEP, OFFLOAD, REMEMBERED, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
 from ssdtrain.planner.plan_blocks import check_patterns
-from ssdtrain.planner.plans import Limits, Problem, actions_for
+from ssdtrain.planner.plans import Limits, SearchProblem, actions_for
 from ssdtrain.planner.recomputations import Proven, Recomputations
 from ssdtrain.planner.same_attributes import SameAttributes
 from ssdtrain.planner.search import search
 from ssdtrain.planner.spans import has_other_parameters, may_run_again, transformed, versions
-from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.profile.blocks import ModelProfile, find_blocks
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import Running, plain_name
@@ -75,7 +75,7 @@ def plan_blocks(profile: ModelProfile, machine: Machine, device_bytes: int) -> d
         for block in profile.blocks
     ]
     blocks.append(Block("outside", 0.0, 0.0, 0, fixed=profile.outside))
-    problem = Problem([blocks], one_after_the_other(), machine, actions_for(machine))
+    problem = SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine))
     best = search(problem, Limits(device_bytes))[0]
     return {block.name: action for block, action in zip(blocks[:-1], best.actions[:-1], strict=True)}
 

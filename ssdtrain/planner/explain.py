@@ -7,15 +7,17 @@ from dataclasses import replace
 from itertools import groupby
 
 from ssdtrain.config.units import GiB
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
+from ssdtrain.planner.model.types import Block, StepTimeline
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import Block, StepTimeline
 from ssdtrain.text import duration_text, size_text
 
 
-def alternatives(problem: Problem, limits: Limits, objective: Objective) -> list[tuple[str, Plan | None]]:
+def alternatives(
+    problem: SearchProblem, limits: Limits, objective: Objective
+) -> list[tuple[str, Plan | None]]:
     """The best plan if one thing were better: memory, or the bandwidth of the tiers. None: there is none."""
-    cases: list[tuple[str, Problem, Limits]] = []
+    cases: list[tuple[str, SearchProblem, Limits]] = []
     if limits.device is not None:
         cases.append(("1 GiB more", problem, replace(limits, device=limits.device + GiB)))
     machine = problem.machine

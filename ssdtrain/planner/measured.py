@@ -1,54 +1,46 @@
-"""From what was measured in steps to what the cost model reads: blocks, the order of passes, bandwidths."""
+"""From the regions of recorded steps to what the cost model reads: blocks and the order of passes."""
 
 from __future__ import annotations
 
-import logging
-from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import median_high
-from typing import NamedTuple
 
-from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.recent import STEPS, RecentSteps
-from ssdtrain.planner.step import Block, Link, Machine, Pass, Tier
+from ssdtrain.planner.model.types import KEEP, Block, Choice, Machine, Pass
+from ssdtrain.planner.plans import SearchProblem
+from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.profile.passes import StepRecord, TapeTimes
-from ssdtrain.storage.metrics import StoreMetrics, TierMetrics
 
-__all__ = [
-    "Bandwidths",
-    "Profile",
-    "Rates",
-    "RecentRates",
-    "bound_stores",
-    "host_tier",
-    "measured_machine",
-    "warn_of_no_writes",
-]
-
-logger = logging.getLogger("ssdtrain")
+__all__ = ["Profile", "regions_problem"]
 
 MOST_BLOCKS = 64
-ALL_BEGUN = 1 << 30
-"""Writes that are taken to be under way at once: a plan must not count on stores that are cancelled."""
-
-AT_ONCE = 1e15
-"""Bytes per second of what takes no time."""
-
 VARIES = 1.05
 """Of the size of a recorded forward: another one that was larger by so much counts in what fits."""
 
 MOST_PASSES = 512
 """Parts of blocks times passes that the cost model plays at a time."""
 
+SHARES = 8
+"""Number of equal shares in which a large block may be offloaded."""
 
-def warn_of_no_writes(steps: int) -> None:
-    """After so many steps of a plan with tiers."""
-    logger.warning(
-        "ssdtrain.plan: nothing was written to the tiers in %d steps, because backward came before every write: nothing is "
-        "offloaded",
-        steps,
-    )
+
+def regions_problem(
+    chunks: Sequence[Sequence[Block]], order: Sequence[Pass], machine: Machine, beside: int = 0
+) -> SearchProblem:
+    """What is searched for blocks that are kept or offloaded. A step begins while transfers of the one before are under way.
+
+    Args:
+        beside: see `SearchProblem`.
+    """
+    several = len(machine.tiers) > 1
+    actions, parts = {"keep": KEEP}, {}
+    for tier in machine.tiers:
+        actions[f"offload to {tier.name}" if several else "offload"] = Choice(tier.name)
+    if machine.copies is not None and machine.tiers:
+        to = f" to {machine.tiers[0].name}" if several else ""
+        for share in range(1, SHARES):
+            part = Choice(machine.tiers[0].name, share=share / SHARES)
+            parts[f"offload {part.share:.1%}{to}"] = part
+    return SearchProblem(chunks, order, machine, actions, steps=2, parts=parts, beside=beside)
 
 
 class Profile:
@@ -182,128 +174,3 @@ def _block(tape: TapeTimes, begin: int, end: int) -> Block:
         loading=loading,
         continues=regions[-1].operator == following != -1,
     )
-
-
-class Rates(NamedTuple):
-    """Bytes per second of all tiers together; None where nothing was moved."""
-
-    write: float | None
-    read: float | None
-
-    def or_else(self, other: Rates) -> Rates:
-        """With those of `other` where nothing was moved."""
-        return Rates(self.write or other.write, self.read or other.read)
-
-    def after(self, before: Rates) -> Rates:
-        """With those of `before` where nothing was moved. Where only writes were measured, reads are taken to have changed as
-        much: what backward needs so soon that it comes from memory is not read."""
-        read = before.read
-        if self.write and before.write and read:
-            read *= self.write / before.write
-        return Rates(self.write or before.write, self.read or read)
-
-
-class RecentRates:
-    """The medians of the latest `STEPS` steps, which a plan counts on: in one of them the drives may have been busy otherwise."""
-
-    def __init__(self) -> None:
-        self._steps: deque[Rates] = deque(maxlen=STEPS)
-        self._latest = Rates(None, None)
-
-    def with_step(self, measured: Rates) -> Rates:
-        """The medians when a step has ended. For what was not moved in it see `Rates.after`."""
-        self._latest = measured.after(self._latest)
-        self._steps.append(self._latest)
-        return Rates(*map(_median, zip(*self._steps, strict=True)))
-
-
-def _median(rates: Iterable[float | None]) -> float | None:
-    known = [rate for rate in rates if rate]
-    return median_high(known) if known else None
-
-
-class Bandwidths:
-    """Of tiers under load, from the store's counters: bytes over the seconds in which at least one
-    transfer was under way.
-
-    Args:
-        drives, host: count these.
-    """
-
-    def __init__(self, *, drives: bool = True, host: bool = True) -> None:
-        self._drives, self._host = drives, host
-        self._before: dict[str, TierMetrics] = {}
-
-    def since(self, store: StoreMetrics) -> Rates:
-        """The rates since the last call."""
-        tiers = list(store.drives) if self._drives else []
-        if self._host and store.host is not None:
-            tiers.append(store.host)
-        written = read = 0.0
-        for tier in tiers:
-            old = self._before.get(tier.path)
-            if old is not None:
-                written += _rate(
-                    tier.bytes_written - old.bytes_written, tier.write_seconds - old.write_seconds
-                )
-                read += _rate(tier.bytes_read - old.bytes_read, tier.read_seconds - old.read_seconds)
-        self._before = {tier.path: tier for tier in tiers}
-        return Rates(written or None, read or None)
-
-
-def _rate(nbytes: int, seconds: float) -> float:
-    return nbytes / seconds if nbytes and seconds > 0 else 0.0
-
-
-def measured_machine(
-    engine: OffloadEngine,
-    rates: Rates,
-    link: tuple[float, float] | None,
-    margin: float = 1.0,
-    host: Tier | None = None,
-) -> Machine:
-    """The machine as measured: a tier "ssd" of these rates, and the limits of the engine.
-
-    Args:
-        rates: of the tiers that have no tier of their own in the model.
-        link: bytes per second between device and host, each way; None: a CPU.
-        margin: part of the bandwidths that is counted on.
-        host: a second tier; see `host_tier`.
-    """
-    # Copies into a pinned host tier take the time of the link alone.
-    write = rates.write or (link[0] if link is not None else 1.0)
-    read = rates.read or write  # everything so far was taken from its staging buffer
-    return Machine(
-        (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN), *([host] if host is not None else [])),
-        Link(*(margin * rate for rate in link)) if link is not None else None,
-        engine.mover.stores.limit,
-        max(engine.prefetcher.limit, 1),
-        max(engine.mover.departures.limit, 1),
-        engine.buffers.counted_bytes,
-        engine.mover.batch_bytes if link is None else 0,
-        copies=engine.device.copy_bandwidth(),
-        in_order=engine.mover.stores.in_order,
-    )
-
-
-def host_tier(capacity: int, rates: Rates, link: tuple[float, float] | None) -> Tier:
-    """Host memory of `capacity` bytes, in front of drives.
-
-    Args:
-        rates: measured.
-        link: as of `measured_machine`. Behind a link the memory is pinned: a transfer is over with its copy.
-    """
-    write, read = (AT_ONCE, AT_ONCE) if link is not None else (rates.write or AT_ONCE, rates.read or AT_ONCE)
-    return Tier("host", write, read, depth=ALL_BEGUN, capacity=capacity)
-
-
-def bound_stores(engine: OffloadEngine, link: tuple[float, float] | None, tape_bytes: int) -> None:
-    """On a CPU (`link` is None) let tensors leave in order (`offload.in_flight`), with at most two of the largest tensors or a
-    sixteenth of a forward in flight: they are a part of the peak. Called at the end of each step that is profiled: the
-    bound follows the size of forwards, up and down.
-
-    Args:
-        tape_bytes: saved by the largest of the latest forwards.
-    """
-    if link is None and tape_bytes:
-        engine.mover.stores.bound = max(2 * engine.prefetcher.largest, tape_bytes // 16)

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ssdtrain.config.units import MiB
-from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.output_files import replace_file
-from ssdtrain.planner.plans import Plan, Problem
-from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.plans import Plan, SearchProblem, play
 from ssdtrain.text import duration_text, size_text
 
 __all__ = ["Line", "MemoryPanel", "PlanPlot", "draw_memory"]
@@ -107,12 +107,11 @@ class PlanPlot:
         self._steps = 0  # that have ended under the plan
         self._began = 0.0  # the step that is measured, by the clock of the meter
 
-    def planned(self, problem: Problem, plan: Plan, limit: int | None, beside: int = 0) -> None:
+    def planned(self, problem: SearchProblem, plan: Plan, limit: int | None) -> None:
         """A plan is followed from the next step on.
 
         Args:
             limit: bytes of activations; None: none.
-            beside: bytes that are alive all the time, and in no block.
         """
         self.cancel()
         if self._file is None:
@@ -120,9 +119,7 @@ class PlanPlot:
         self._plans += 1
         if self._plans > 3 and self._plans & (self._plans - 1):
             return
-        choices = problem.choices(plan.actions)
-        played = simulate(problem.chunks, choices, problem.order, problem.machine, steps=2, memory=True)
-        predicted = [(when, nbytes + beside) for when, nbytes in played.memory]
+        predicted = play(replace(problem, steps=2), plan.actions, memory=True).timeline.memory
         self._panel = MemoryPanel(plan.summary(), predicted, (), limit)
 
     def cancel(self) -> None:

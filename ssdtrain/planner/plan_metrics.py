@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ssdtrain.config.units import format_size
 from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge
-from ssdtrain.planner.step import DEVICE, Block, Choice, StepTimeline
+from ssdtrain.planner.model.types import DEVICE, Block, Choice, StepTimeline
 
 __all__ = ["PeakLimit", "PlanMetrics"]
 

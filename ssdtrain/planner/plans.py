@@ -9,13 +9,27 @@ from typing import Any
 
 from ssdtrain import ranks
 from ssdtrain.config.units import format_size
-from ssdtrain.planner.step import KEEP, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import KEEP, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
 
-__all__ = ["Limits", "NoPlan", "Objective", "Plan", "Problem", "actions_for"]
+__all__ = [
+    "OUTGROWN",
+    "Limits",
+    "NoPlan",
+    "Objective",
+    "Plan",
+    "SearchProblem",
+    "actions_for",
+    "kept_step",
+    "play",
+]
+
+
+OUTGROWN = "ssdtrain.plan: forwards have become larger, and the plan nearest to the limits is followed, because now %s"
 
 
 @dataclass(frozen=True)
-class Problem:
+class SearchProblem:
     """Input of the search.
 
     Attributes:
@@ -27,6 +41,9 @@ class Problem:
         impure: the same, of blocks that are never recomputed. Their `recompute` is 0.
         always: the same, of blocks that are recomputed in any case.
         steps: that are simulated; the last one is judged, which begins while transfers of those before are under way.
+        parts: by name, offload of ever larger shares of a block to the first tier: for blocks that are so large that all or
+            nothing is too coarse.
+        beside: bytes that are on the device all the time, and in no block.
     """
 
     chunks: Sequence[Sequence[Block]]
@@ -37,16 +54,27 @@ class Problem:
     impure: frozenset[int] = frozenset()
     always: frozenset[int] = frozenset()
     steps: int = 1
+    parts: Mapping[str, Choice] = field(default_factory=dict)
+    beside: int = 0
 
     @property
     def blocks(self) -> list[Block]:
         """Over all chunks."""
         return [block for chunk in self.chunks for block in chunk]
 
+    def choice(self, action: str) -> Choice:
+        """What the action of this name does."""
+        return self.parts[action] if action in self.parts else self.actions[action]
+
     def choices(self, actions: Sequence[str]) -> list[list[Choice]]:
         """[chunk][block], of the names of actions over all chunks."""
         names = iter(actions)
-        return [[self.actions[next(names)] for _ in chunk] for chunk in self.chunks]
+        return [[self.choice(next(names)) for _ in chunk] for chunk in self.chunks]
+
+    @property
+    def only_moves(self) -> bool:
+        """Each block is kept or offloaded: there is no other action."""
+        return all(not (choice.recompute or choice.lossy) for choice in self.actions.values())
 
     @property
     def decided(self) -> list[int]:
@@ -69,11 +97,14 @@ class Limits:
         device: bytes on the device of what the blocks describe, at most.
         written: bytes written in a step to the tier "ssd", at most (its endurance).
         seconds: of a step, at most.
+        rate: bytes per second that the first tier is written on average over the step, at most: else each step would begin with a
+            longer queue of writes, or a drive would wear faster than it may.
     """
 
     device: int | None = None
     written: float | None = None
     seconds: float | None = None
+    rate: float | None = None
 
 
 @dataclass(frozen=True)
@@ -82,12 +113,13 @@ class Objective:
 
     By default the time of a step. `Objective(0, 1)` is the least memory (give `Limits.seconds`), `Objective(dollars per second,
     0, dollars per byte)` the cheapest step. Among equals fewer bytes written win where the device has a limit, else the smaller
-    peak.
+    peak. A step that takes no more than `hidden` seconds is as good as one that takes these.
     """
 
     time: float = 1.0
     memory: float = 0.0
     wear: float = 0.0
+    hidden: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -208,3 +240,22 @@ def actions_for(
     if compress is not None:
         found["compress"] = compress
     return found
+
+
+def play(problem: SearchProblem, actions: Sequence[str], *, memory: bool = False) -> Plan:
+    """The plan with these actions, and the step under it.
+
+    Args:
+        memory: see `simulate`.
+    """
+    of = problem
+    choices = of.choices(actions)
+    step = simulate(of.chunks, choices, of.order, of.machine, steps=of.steps, memory=memory)
+    step.peak_bytes += of.beside
+    step.memory = [(when, nbytes + of.beside) for when, nbytes in step.memory]
+    return Plan(tuple(actions), step)
+
+
+def kept_step(problem: SearchProblem) -> StepTimeline:
+    """The step that keeps everything."""
+    return play(problem, ["keep"] * len(problem.blocks)).timeline

@@ -17,7 +17,7 @@ from ssdtrain.config.units import format_size
 from ssdtrain.device import CudaDevice
 from ssdtrain.offload.engine import OffloadEngine
 
-__all__ = ["DeviceMemory", "Room"]
+__all__ = ["DeviceHeadroom", "DeviceMemory"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -37,7 +37,7 @@ class DeviceMemory(NamedTuple):
     """The same at most, since somebody reset it."""
 
 
-class Room:
+class DeviceHeadroom:
     """Bytes that activations may take at most. See Note: [What may stay on a device]."""
 
     def __init__(self, engine: OffloadEngine) -> None:

@@ -1,57 +1,77 @@
 """The best plan under limits: which action for which block.
 
 Note: [How plans are searched]
-Few blocks are tried out completely. With more, plans of a shape are tried, as in ProTrain (arXiv 2406.08334): so many blocks are
+Few blocks are tried out completely. With more, and where the only question is which of them leave, the first candidate is a
+greedy pass: each block in forward order, since what is saved first has the most time, is offloaded if the step then keeps to its
+time. So where a tier is slower than the model saves, the offloaded blocks spread over forward at the pace of the tier.
+
+Then plans of a shape are tried, as in ProTrain (arXiv 2406.08334): so many blocks are
 recomputed, so many offloaded, the last ones kept, in five layouts (offloaded blocks spread among the recomputed ones, so that
 their transfers hide; these spread among them; spread over all; offloaded blocks first; after the recomputed ones). For each
 number of recomputed blocks the smallest number of offloaded ones that fits into memory is found by bisection, beginning with the
 number last found. In one shape the number of recomputed blocks is narrowed down; all shapes are tried at it; the number is
 narrowed down again in the best of them; then every twelfth number is tried in all shapes. Numbers whose computation alone takes
 longer than the best plan so far are left out. The best of these plans are then improved by changing one or two blocks.
-Every plan is judged by the one cost model (`simulate`). The number of simulations is bounded, not their time, so that the same
+
+Last, where saved tensors are few and large, shares of them are tried: all or nothing of a tensor that is a tenth of a forward
+leaves a drive idle, or the peak higher than it has to be. What stays of a block costs copies and is there twice meanwhile, which
+the cost model counts: a share is taken where the peak sinks by more than `SHARES_GAIN`.
+
+Every plan is judged by the one cost model (`play`). The number of simulations is bounded, not their time, so that the same
 question gets the same answer.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
-from ssdtrain.planner.step import DEVICE, Pass
-from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.model.types import DEVICE, Pass
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, play
 from ssdtrain.planner.untraced import untraced
 
 __all__ = ["search"]
 
 EXACT = 3000
-"""Plans at most that are all tried."""
+"""Number of plans up to which all are tried."""
 
 STARTS = 24
-"""Plans that are improved one block at a time."""
+"""Number of plans that are improved one block at a time."""
 
 PAIRS = 16
-"""Blocks at most of which two are changed at a time too."""
+"""Number of blocks up to which two are changed at a time too."""
 
 BLOCK_PASSES = 400_000
-"""Of a search, in all simulations: some seconds."""
+"""Number of passes of blocks that all simulations of a search play: some seconds."""
+
+MOVES_ONLY = 60_000
+"""The same where blocks are only kept or offloaded: some tenths of a second."""
+
+RELAXED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
+"""Slowdowns that the greedy pass allows in turn where a limit of memory asks for more than can be hidden."""
+
+COARSE = 1 / 32
+"""Share of a forward's saved bytes from which on a block may be offloaded in part. Smaller ones are decided as a whole."""
+
+SHARES_GAIN = 0.02
+"""Part of the peak of keeping everything by which offloading parts of blocks has to lower it."""
 
 
 @untraced
 def search(
-    problem: Problem,
+    problem: SearchProblem,
     limits: Limits | None = None,
     objective: Objective | None = None,
     *,
-    exact: int = EXACT,
+    exact: int | None = None,
     runners_up: int = 3,
     effort: float = 1.0,
     known: Sequence[str] | None = None,
 ) -> list[Plan]:
-    """The best plans, best first: see Note: [How plans are searched].
+    """Find the best plans, best first: see Note: [How plans are searched].
 
     Args:
-        exact: try all plans where there are at most so many.
+        exact: try all plans where there are at most so many; None: `EXACT`.
         runners_up: how many more than the best, each of another sum of actions.
         effort: part of the simulations that are spent. A plan found with fewer is among those found with more.
         known: actions of a plan for a similar problem, which is tried first.
@@ -62,21 +82,23 @@ def search(
     searched = _Search(problem, limits or Limits(), objective or Objective(), effort)
     if known is not None and problem.actions.keys() >= set(known):
         searched.plan([known[number] for number in searched.decided])
-    return searched.run(exact, runners_up)
+    return searched.run(EXACT if exact is None else exact, runners_up)
 
 
 Score = tuple[float, ...]
 
 
 class _Search:
-    def __init__(self, problem: Problem, limits: Limits, objective: Objective, effort: float) -> None:
+    def __init__(self, problem: SearchProblem, limits: Limits, objective: Objective, effort: float) -> None:
         self.problem, self.limits, self.objective = problem, limits, objective
         self.blocks = problem.blocks
         self.decided = problem.decided
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.best: Plan | None = None
         passes = sum(len(problem.chunks[p.chunk]) for p in problem.order if p.kind != "idle")
-        self.simulations = max(int(effort * BLOCK_PASSES) // max(passes, 1), 50)
+        self.passes = max(1, problem.steps * passes)
+        effort *= MOVES_ONLY if problem.only_moves else BLOCK_PASSES
+        self.simulations = max(int(effort) // self.passes, 50)
         self.tiers = [name for name, choice in problem.actions.items() if choice.tier != DEVICE]
         self.found: dict[str, int] = {}  # numbers of offloaded blocks by the limit that they keep to
         # What a tier holds between forward and backward.
@@ -84,16 +106,25 @@ class _Search:
 
     def run(self, exact: int, runners_up: int) -> list[Plan]:
         names = list(self.problem.actions)
-        if len(names) ** len(self.decided) <= exact:
+        every, only_moves = len(names) ** len(self.decided), self.problem.only_moves
+        if every <= exact and (every <= self.simulations or not only_moves):
             for chosen in itertools.product(names, repeat=len(self.decided)):
                 self.plan(chosen)
         else:
             kept = self.plan(["keep"] * len(self.decided))
             if self.excess(kept) or self.objective.memory or self.objective.wear:
+                if only_moves and self.tiers:
+                    self.greedy(kept)
+                    self.prune()
+                greedy = self.best
                 self.shapes()
-                if not self.unbeatable(kept):
+                if not only_moves and not self.unbeatable(kept):
                     for start in self.starts():
                         self.improve(start)
+                if only_moves and self.best is not greedy:
+                    self.prune()
+        if self.problem.parts:
+            self.in_parts()
         ranked = self.ranked()
         if self.excess(ranked[0]) > 0:
             raise self.none_fits(ranked)
@@ -107,7 +138,11 @@ class _Search:
         return found[: 1 + runners_up]
 
     def none_fits(self, plans: Sequence[Plan]) -> NoPlan:
-        smallest = min(plans, key=lambda plan: plan.peak)
+        """Describe the nearest of these plans; a drive is given no more than it takes in any case."""
+        plans = [plan for plan in plans if self.in_time(plan, None)]  # keeping everything writes nothing
+        # Of what has the same peak by the model the plan that lets more go is safer, whatever time it takes.
+        kept = 1 if self.problem.only_moves else 0
+        smallest = min(plans, key=lambda plan: (plan.peak, kept * plan.count("keep")))
         limit = self.limits.device
         within = [plan for plan in plans if limit is not None and plan.peak <= limit]
         nearest = min(within, key=lambda plan: plan.seconds, default=smallest)
@@ -120,16 +155,14 @@ class _Search:
         always = self.problem.always
         names = ["recompute" if number in always else "keep" for number in range(len(self.blocks))]
         for number, name in zip(self.decided, chosen, strict=True):
-            action = self.problem.actions[name]
+            action = self.problem.choice(name)
             never = action.recompute and number in self.problem.impure
             never |= action.compress and self.blocks[number].compressed is None
             names[number] = "keep" if never else name
         key = tuple(names)
         known = self.plans.get(key)
         if known is None:
-            of = self.problem
-            timeline = simulate(of.chunks, of.choices(key), of.order, of.machine, steps=of.steps)
-            known = self.plans[key] = Plan(key, timeline)
+            known = self.plans[key] = play(self.problem, key)
             if self.best is None or self.score(known) < self.score(self.best):
                 self.best = known
         return known
@@ -137,10 +170,12 @@ class _Search:
     def excess(self, plan: Plan) -> float:
         """By how much it breaks the limits, relative to them; 0: it keeps to them."""
         limits, total = self.limits, 0.0
+        most = None if limits.rate is None else limits.rate * plan.seconds
         for value, limit in (
             (plan.peak, limits.device),
             (plan.written, limits.written),
             (plan.seconds, limits.seconds),
+            (_first(plan), most),
         ):
             if limit is not None and value > limit * (1 + 1e-9):
                 total += (value - limit) / max(limit, 1e-12)
@@ -149,10 +184,14 @@ class _Search:
     def score(self, plan: Plan) -> Score:
         """Smaller is better."""
         objective = self.objective
-        value = objective.time * plan.seconds + objective.memory * plan.peak + objective.wear * plan.written
+        value = (
+            objective.time * max(plan.seconds, objective.hidden)
+            + objective.memory * plan.peak
+            + objective.wear * plan.written
+        )
         # Memory that is there may be used; without a limit less is better.
         ties = (plan.peak, plan.written) if self.limits.device is None else (plan.written, plan.peak)
-        lossy = sum(self.problem.actions[name].lossy for name in plan.actions)
+        lossy = sum(self.problem.choice(name).lossy for name in plan.actions)
         return self.excess(plan), value, lossy, *ties, plan.seconds
 
     def ranked(self) -> list[Plan]:
@@ -162,11 +201,132 @@ class _Search:
         """Whether the best plan so far takes no longer than computation alone, and time is all that counts."""
         if self.best is None or self.excess(self.best) or self.objective.memory or self.objective.wear:
             return False
-        return self.best.seconds <= kept.seconds * (1 + 1e-6)
+        return self.best.seconds <= max(self.objective.hidden, kept.seconds) * (1 + 1e-6)
+
+    def in_time(self, plan: Plan, seconds: float | None) -> bool:
+        """Whether it takes at most so many seconds, and writes no faster than it may."""
+        rate = self.limits.rate
+        if rate is not None and _first(plan) > rate * plan.seconds:
+            return False
+        return seconds is None or plan.seconds <= seconds
 
     @property
     def exhausted(self) -> bool:
         return len(self.plans) >= self.simulations
+
+    # The greedy pass
+
+    def greedy(self, kept: Plan) -> None:
+        """Offload block after block, in the least time in which the plan fits into memory."""
+        limits, objective = self.limits, self.objective
+        within = limits.seconds
+        if not objective.memory:
+            within = max(objective.hidden, kept.seconds)
+            within = within if limits.seconds is None else min(within, limits.seconds)
+        begin = self.soonest(kept, within)
+        found = self.one_pass(begin, within)
+        if limits.device is None or objective.memory or within is None:
+            return
+        for relaxed in RELAXED:
+            seconds = kept.seconds * (1 + relaxed)
+            if found.peak <= limits.device or (limits.seconds is not None and seconds > limits.seconds):
+                return
+            if seconds > within:
+                found = self.one_pass(begin, seconds)
+
+    def one_pass(self, begin: Sequence[str], seconds: float | None) -> Plan:
+        """Offload what `begin` keeps to the first tier that takes anything, as far as the step takes at most `seconds`."""
+        away = next((name for name in self.tiers if self.room[self.tier(name)] is None), self.tiers[0])
+        chosen = [away if name == "keep" else name for name in begin]
+        best = self.plan(chosen)
+        if self.in_time(best, seconds):
+            return best
+        chosen = list(begin)
+        best = self.plan(chosen)
+        for place, name in enumerate(begin):
+            if name == "keep":
+                chosen[place] = away
+                tried = self.plan(chosen)
+                if self.in_time(tried, seconds):
+                    best = tried
+                else:
+                    chosen[place] = "keep"
+        return best
+
+    def tier(self, action: str) -> str:
+        """The name of the tier that an action uses."""
+        return self.problem.choice(action).tier
+
+    def soonest(self, kept: Plan, seconds: float | None) -> list[str]:
+        """The blocks that backward needs soonest go to a tier of limited capacity (host memory), as many as it has room for.
+        Microbatches that are alive at once have equal parts of it. What is needed so soon that its store is cancelled stays."""
+        chosen = ["keep"] * len(self.decided)
+        host = next((name for name in self.tiers if self.room[self.tier(name)] is not None), None)
+        if host is None or len(self.tiers) < 2:
+            return chosen
+        machine = self.problem.machine
+        peak = kept.peak + (0 if machine.buffers_stay else machine.buffers)
+        share = (self.room[self.tier(host)] or 0) // max(1, _alive(self.problem.order))
+        first = 0  # number of a chunk's first block
+        for number, blocks in enumerate(self.problem.chunks):
+            room = share
+            for place in reversed(range(len(self.decided))):
+                index = self.decided[place] - first
+                if not 0 <= index < len(blocks) or blocks[index].saved > room:
+                    continue
+                chosen[place] = host
+                tried = self.plan(chosen)
+                stored = tried.timeline.blocks[number][index].stored > 0
+                if stored and tried.peak <= peak and self.in_time(tried, seconds):
+                    peak, room = tried.peak, room - blocks[index].saved
+                else:
+                    chosen[place] = "keep"
+            first += len(blocks)
+        return chosen
+
+    def prune(self) -> None:
+        """Keep blocks of the best plan after all, the last first, whose offload writes bytes and makes nothing better. A store
+        that backward cancels writes none: it is left as it is."""
+        best = self.best
+        if best is None:
+            return
+        chosen = [best.actions[number] for number in self.decided]
+        for place in reversed(range(len(chosen))):
+            before = chosen[place]
+            if before == "keep":
+                continue
+            chosen[place] = "keep"
+            tried = self.plan(chosen)
+            if _written(tried) < _written(best) and self.score(tried) < self.score(best):
+                best = tried
+            else:
+                chosen[place] = before
+
+    # Shares of large blocks
+
+    def in_parts(self) -> None:
+        """Try the best plan with shares of its large blocks, where it waits, or nothing limits the peak."""
+        best, whole, limits = self.best, self.plans, self.limits
+        kept = self.plan(["keep"] * len(self.decided))
+        if best is None or (limits.device is not None and not self.excess(best) and self.hides(best)):
+            return
+        seconds = limits.seconds
+        if not self.objective.memory:
+            seconds = max(self.objective.hidden, kept.seconds)
+        self.plans = {}
+        shares = _Shares(self, best, seconds)
+        found = shares.lowest()
+        self.plans, self.best = whole, best
+        fits = found is not None and limits.device is not None and found.peak <= limits.device
+        if found is None or (found.peak > best.peak - SHARES_GAIN * kept.peak and not fits):
+            return
+        self.plans[found.actions] = found
+        if self.score(found) < self.score(best):
+            self.best = found
+
+    def hides(self, plan: Plan) -> bool:
+        """Whether its transfers cost no more than they may."""
+        return plan.seconds <= self.objective.hidden
 
     # Shapes
 
@@ -277,8 +437,8 @@ class _Search:
         tests: dict[str, Callable[[Plan], bool]] = {}
         if device is not None:
             tests["device"] = lambda plan: plan.peak <= device
-        if seconds is not None:
-            tests["seconds"] = lambda plan: plan.seconds > seconds
+        if seconds is not None or self.limits.rate is not None:
+            tests["seconds"] = lambda plan: not self.in_time(plan, seconds)
         for number in (0, most) if tests else (0, most // 2, most):
             make(number)
         for name, enough in tests.items():
@@ -340,6 +500,92 @@ class _Search:
                         yield changed
 
 
+class _Shares:
+    """Shares of the large blocks, as numbers of steps from nothing to all, which lower the peak within a time.
+
+    Args:
+        running: judges plans.
+        begin: the plan to begin with; blocks that it has in another tier stay there.
+        seconds: of a step, at most; None: no limit.
+    """
+
+    def __init__(self, running: _Search, begin: Plan, seconds: float | None) -> None:
+        problem = running.problem
+        self._running, self._seconds = running, seconds
+        self._begin = [begin.actions[number] for number in running.decided]
+        self._left = MOVES_ONLY // (2 * running.passes)
+        tier = next(iter(problem.parts.values())).tier
+        away = next(name for name in running.tiers if problem.choice(name).tier == tier)
+        self._names = ["keep", *problem.parts, away]
+        chunks = [sum(one.saved for one in blocks) for blocks in problem.chunks for _ in blocks]
+        self._places = [
+            place
+            for place, number in enumerate(running.decided)
+            if running.blocks[number].saved > COARSE * chunks[number] and self._begin[place] in self._names
+        ]
+        self._best: tuple[tuple[int, int], list[int], Plan] | None = None
+
+    def lowest(self) -> Plan | None:
+        """Change one share or two as long as that lowers the peak, or what is written at the same peak: from the plan to begin
+        with, and from one share of all that is saved first."""
+        if not self._places:
+            return None
+        most = len(self._names) - 1
+        for count in range(len(self._places), 0, -1):
+            for share in range(most, 0, -1):
+                self._try([share] * count + [0] * (len(self._places) - count))
+        given = [self._names.index(self._begin[place]) for place in self._places]
+        self._descend(given if self._best is None else self._best[1])
+        self._descend(given)
+        return None if self._best is None else self._best[2]
+
+    def _try(self, shares: list[int]) -> tuple[tuple[int, int], list[int], Plan] | None:
+        """Return its peak and what it writes, the shares and the plan; None: it takes too long, or no simulation is left."""
+        if self._left <= 0:
+            return None
+        self._left -= 1
+        chosen = list(self._begin)
+        for place, share in zip(self._places, shares, strict=True):
+            chosen[place] = self._names[share]
+        plan = self._running.plan(chosen)
+        if not self._running.in_time(plan, self._seconds):
+            return None
+        found = (plan.peak, _written(plan)), list(shares), plan
+        if self._best is None or found[0] < self._best[0]:
+            self._best = found
+        return found
+
+    def _descend(self, shares: list[int]) -> None:
+        current = self._try(shares)
+        while current is not None:
+            lowest = current[0]
+            tried = (self._try(changed) for changed in self._neighbours(current[1]))
+            current = next((one for one in tried if one is not None and one[0] < lowest), None)
+
+    def _neighbours(self, shares: list[int]) -> Iterator[list[int]]:
+        most = len(self._names) - 1
+        for place, share in enumerate(shares):
+            for other in range(most, -1, -1):
+                if other != share:
+                    yield [*shares[:place], other, *shares[place + 1 :]]
+        for more, share in enumerate(shares):
+            for less in range(len(shares)):
+                if less != more and share < most and shares[less] > 0:
+                    changed = list(shares)
+                    changed[more], changed[less] = share + 1, shares[less] - 1
+                    yield changed
+
+
+def _written(plan: Plan) -> int:
+    """Bytes written to all tiers."""
+    return sum(plan.timeline.written.values())
+
+
+def _first(plan: Plan) -> int:
+    """Bytes written to the first tier."""
+    return next(iter(plan.timeline.written.values()), 0)
+
+
 Layout = Callable[[int, int, int], list[str]]
 """(blocks, offloaded, recomputed) to one of "offload", "recompute", "keep" for each block."""
 
@@ -384,7 +630,7 @@ def _spread(name: str, count: int, others: list[str]) -> list[str]:
 
 
 def _alive(order: Sequence[Pass]) -> int:
-    """The most microbatches between their forward and their backward at once."""
+    """Return the most microbatches between their forward and their backward at once."""
     alive = most = 0
     for one in order:
         alive += {"forward": 1, "backward": -1}.get(one.kind, 0)

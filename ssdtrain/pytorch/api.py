@@ -18,7 +18,7 @@ from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.random_trackers import register_trackers
 from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.execute import recomputable_blocks
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.pytorch.attached import attach_model

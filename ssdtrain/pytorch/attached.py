@@ -41,7 +41,7 @@ from ssdtrain.runtime import Runtime
 
 __all__ = ["AttachedModules", "attach_model"]
 
-FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
+_FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
 """The node of the autograd function that recomputes into outputs which it has freed after they were saved."""
 
 OWNED = "_ssdtrain_attached"
@@ -84,7 +84,7 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
     if runtime.state is not None and runtime.engine is not None:
         runtime.engine.eligible.add_parameter_predicate(runtime.state.holds)
     if runtime.engine is not None:
-        runtime.engine.eligible.add_freed_function(FREED_FUNCTION)
+        runtime.engine.eligible.add_freed_function(_FREED_FUNCTION)
         _keep_gathered(runtime, runtime.engine, model)
     runtime.call_at_close(AttachedModules(model, runtime.call).detach)
 

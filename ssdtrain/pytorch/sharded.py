@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from ssdtrain.offload.gathered import Gathered, GatheredStorages
+from ssdtrain.offload.tensors.eligible import Gathered, GatheredStorages
 
 __all__ = ["fsdp_classes", "watch_sharded"]
 

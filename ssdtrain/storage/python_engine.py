@@ -58,7 +58,7 @@ BOUNCE = 1 << 20
 _SECTOR = 512
 """Granularity of a short O_DIRECT transfer, in bytes."""
 
-NOT_READY = 600
+EVENT_NOT_READY = 600
 """cudaErrorNotReady."""
 RELAXED_CAPTURE = 2
 """cudaStreamCaptureModeRelaxed: queries by this thread do not invalidate a capture of another thread."""
@@ -345,7 +345,7 @@ class PythonPool:
             operation.queried = True  # before `done()`: see `PythonOperation.cancel`
             code = 0 if operation.done() else int(self._query(operation.request.event))
             operation.queried = False
-            if code != NOT_READY:
+            if code != EVENT_NOT_READY:
                 return code
             time.sleep(pause)
             pause = min(1.5 * pause, _LONGEST)

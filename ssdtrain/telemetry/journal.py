@@ -18,8 +18,8 @@ from ssdtrain.comm import Communicator
 from ssdtrain.config import ConfigError, ConfigIssue, ReportConfig
 from ssdtrain.features import Feature, Placement
 from ssdtrain.metrics import line
+from ssdtrain.offload.checks.module_tally import ModuleTally
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.module_tally import ModuleTally
 from ssdtrain.output_files import open_to_append
 from ssdtrain.telemetry.lines import write_line
 from ssdtrain.telemetry.module_bytes import ModuleBytes

@@ -8,8 +8,8 @@ import weakref
 from torch import nn
 
 from ssdtrain.features import Feature, Step
+from ssdtrain.offload.checks.module_tally import ModuleTally
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.module_tally import ModuleTally
 
 __all__ = ["ModuleBytes"]
 

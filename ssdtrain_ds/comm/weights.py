@@ -67,13 +67,13 @@ def _gathering_some(excluded: set[int], one_by_one: bool, plain: Callable[..., A
         shares = [
             (_compat_comm.zero_numel(p), id(p) in excluded) for p in sorted(params, key=_compat_comm.zero_id)
         ]
-        with traffic_scope(Traffic(traffic.comm, "zero_gather", _Gathered(shares, one_by_one))):
+        with traffic_scope(Traffic(traffic.comm, "zero_gather", _GatheredWeights(shares, one_by_one))):
             return plain(params, *args, **kwargs)
 
     return all_gather_coalesced
 
 
-class _Gathered:
+class _GatheredWeights:
     """Buckets of the collectives that gather the weights of one fetch.
 
     Args:

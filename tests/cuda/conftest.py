@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.state.conftest import attach as attach  # a fixture
+
 ACTIVE = importlib.util.find_spec("emulated_cuda") is not None and torch.cuda.is_available()
 """Whether this process is on the emulated device: `.venv-cuda` is its environment."""
 

@@ -21,6 +21,7 @@ from tests.deepspeed import upstream
 from tests.deepspeed.models import MIN_BYTES
 from tests.deepspeed.training import parameters_of, sha1
 from tests.support.ended import ended
+from tests.support.processes import DEVICE
 
 SIZE = {"vocab_size": 64, "num_attention_heads": 4}
 LLAMA = {**SIZE, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
@@ -103,7 +104,7 @@ def train(name: str, directory: Path, *, block: bool) -> dict[str, Any]:
         logging_steps=1,
         report_to=[],
         deepspeed=deepspeed_config,
-        use_cpu=True,
+        use_cpu=DEVICE == "cpu",
         save_strategy="no",
         gradient_checkpointing=gradient_checkpointing,
         learning_rate=1e-3,

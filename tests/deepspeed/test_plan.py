@@ -11,8 +11,8 @@ from torch import nn
 import ssdtrain
 import ssdtrain_ds.checkpointing
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.planner.auto import AutoPlan
 from ssdtrain.planner.block_times import kind_of
+from ssdtrain.planner.controller import PlanController
 from ssdtrain_ds import _compat
 from ssdtrain_ds.plan import plan_blocks
 from tests.deepspeed.conftest import MakeEngine, train
@@ -26,7 +26,7 @@ def test_blocks_are_planned_for_without_tiers_and_put_back(make_engine: MakeEngi
     engine = make_engine(PLAN)
     runtime = ssdtrain_ds.runtime_of(engine)
     assert runtime is not None
-    (plan,) = (feature for feature in runtime.features if isinstance(feature, AutoPlan))
+    (plan,) = (feature for feature in runtime.features if isinstance(feature, PlanController))
     assert plan.description() == "plan: auto, 3 blocks"
     assert (
         "forward" in engine.module.blocks[0].__dict__

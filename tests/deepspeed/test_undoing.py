@@ -15,7 +15,7 @@ from torch import nn
 
 import ssdtrain
 import ssdtrain_ds
-from ssdtrain.offload.gathered import GatheredStorages
+from ssdtrain.offload.tensors.eligible import GatheredStorages
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry import journal
 from ssdtrain_ds import _compat, _compat_comm, attach, checkpointing
@@ -53,9 +53,7 @@ def is_plain(engine: Any, model: nn.Module) -> bool:
 class WithComm(Runtime):
     """One whose collectives are compressed, as far as attaching can see."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.comm = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
+    comm = SimpleNamespace(metrics=dict)  # type: ignore[assignment]
 
 
 @pytest.mark.parametrize(

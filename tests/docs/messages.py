@@ -52,7 +52,7 @@ def _of(tree: ast.Module) -> Iterator[str]:
             if isinstance(argument, ast.Name):
                 argument = named.get(argument.id, argument)
             yield from _texts(argument)
-    for name, value in named.items():  # passed on as an argument: offload/warn_once.py
+    for name, value in named.items():  # passed on as an argument: offload/pacing/starter.py
         if name.isupper() and len(name) > 3:
             yield from (text for text in _texts(value) if "stays in memory" in text)
 

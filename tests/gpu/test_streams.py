@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +149,212 @@ def test_memory_of_loads_is_not_unmapped_while_a_kernel_reads_it(gpu: torch.devi
     finally:
         offload.close()
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+
+
+COUNT = 1 << 19
+"""Elements of a tensor that the allocator keeps among the large ones, encoded in bf16 too."""
+
+LATER = 10 * LATE
+"""Cycles: longer than a host that has much to do takes for the few operators of a test."""
+
+
+class Saves(torch.autograd.Function):
+    """Saves what it makes of its input, late if asked to; its backward reads that, late if asked to."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: torch.Tensor, late: bool = False, late_backward: bool = False
+    ) -> torch.Tensor:
+        if late:
+            torch.cuda._sleep(LATER)
+        kept = x * 3
+        context.save_for_backward(kept)
+        context.late_backward = late_backward
+        return kept * kept
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (kept,) = context.saved_tensors
+        if context.late_backward:
+            torch.cuda._sleep(LATER)
+        return 6 * kept * gradient, None, None
+
+
+class SavesGiven(torch.autograd.Function):
+    """Saves the second of its inputs, and gives the first times that; its backward reads it, late if asked to."""
+
+    @staticmethod
+    def forward(
+        context: Any, x: torch.Tensor, kept: torch.Tensor, late_backward: bool = False
+    ) -> torch.Tensor:
+        context.save_for_backward(kept)
+        context.late_backward = late_backward
+        return x * kept
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        (kept,) = context.saved_tensors
+        if context.late_backward:
+            torch.cuda._sleep(LATER)
+        return gradient * kept, None, None
+
+
+def ones(gpu: torch.device, count: int = COUNT) -> torch.Tensor:
+    return torch.ones(count, device=gpu, requires_grad=True)
+
+
+def overwrite(gpu: torch.device, count: int = COUNT) -> None:
+    """Take what memory of the current stream is free, and fill it."""
+    taken = [torch.empty(count, device=gpu).fill_(float("nan")) for _ in range(24)]
+    del taken
+
+
+def test_what_another_stream_makes_is_stored_when_it_is_made(gpu: torch.device, tmp_path: Path) -> None:
+    """The next operator, on another stream that does not wait for the first, begins the store."""
+    side = torch.cuda.Stream(gpu)
+    xs = [ones(gpu) for _ in range(8)]
+    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)
+    try:
+        for _ in range(2):
+            for x in xs:
+                x.grad = None
+            torch.cuda.synchronize()
+            with offload:
+                with torch.cuda.stream(side):
+                    total = Saves.apply(xs[0], True)
+                others = [Saves.apply(x) for x in xs[1:]]
+                torch.cuda.current_stream(gpu).wait_stream(side)
+                total.record_stream(torch.cuda.current_stream(gpu))
+                for other in others:
+                    total = total + other
+            total.sum().backward()
+            assert all(x.grad is not None and bool((x.grad == 18).all()) for x in xs)
+    finally:
+        offload.close()
+
+
+@pytest.mark.parametrize("codec", [None, "bf16"])
+def test_memory_of_another_stream_is_kept_while_it_is_copied_or_encoded(
+    codec: str | None, gpu: torch.device, tmp_path: Path
+) -> None:
+    """A thin view is copied together, and what has a codec encoded, on the stream of the next operator: which is late, when the
+    stream that made the tensor uses its memory again."""
+    side = torch.cuda.Stream(gpu)
+    main = torch.cuda.current_stream(gpu)
+    x, z = ones(gpu), ones(gpu)
+    width = 1 if codec else 8
+    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec=codec)
+    try:
+        with offload:
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                made = torch.full((COUNT, width), 2.0, device=gpu)
+                total = SavesGiven.apply(x, made[:, 0])
+            torch.cuda._sleep(LATER)
+            total = SavesGiven.apply(z, z.detach() + 1) + 0 * z + _joined(total, side, main)
+            del made
+            with torch.cuda.stream(side):
+                overwrite(gpu, COUNT * width)
+        total.sum().backward()
+        assert x.grad is not None and bool((x.grad == 2).all())
+        assert z.grad is not None and bool((z.grad == 2).all())
+    finally:
+        offload.close()
+
+
+def _joined(tensor: torch.Tensor, side: torch.cuda.Stream, main: torch.cuda.Stream) -> torch.Tensor:
+    main.wait_stream(side)
+    tensor.record_stream(main)
+    return tensor
+
+
+def test_what_was_decoded_is_kept_while_another_stream_reads_it(gpu: torch.device, tmp_path: Path) -> None:
+    """One operator's backward decodes it on the main stream, the other's reads it late, on its own."""
+    side = torch.cuda.Stream(gpu)
+    main = torch.cuda.current_stream(gpu)
+    y, z = ones(gpu), ones(gpu)
+    with torch.cuda.stream(side):
+        x = ones(gpu)  # its gradient is summed up there: the main stream does not wait for it before the end
+    fills = [ones(gpu) for _ in range(4)]
+    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec="bf16")
+
+    class Overwrites(torch.autograd.Function):
+        """Its backward takes what memory is free."""
+
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            overwrite(gpu)
+            return gradient * 2
+
+    try:
+        for _ in range(2):
+            x.grad = y.grad = z.grad = None
+            torch.cuda.synchronize()
+            with offload:
+                total = Overwrites.apply(z)  # in backward the last
+                kept = torch.full_like(x, 5.0)
+                side.wait_stream(main)
+                with torch.cuda.stream(side):
+                    late = SavesGiven.apply(x, kept, True)
+                    kept.record_stream(side)
+                total = total + SavesGiven.apply(y, kept)
+                del kept
+                for fill in fills:
+                    total = total + Saves.apply(fill)
+            (total.sum() + _joined(late, side, main).sum()).backward()
+            for leaf, expected in ((x, 5), (y, 5), (z, 2)):
+                assert leaf.grad is not None and bool((leaf.grad == expected).all())
+    finally:
+        offload.close()
+
+
+def test_a_payload_is_kept_while_another_stream_decodes_it(gpu: torch.device, tmp_path: Path) -> None:
+    """Its store has not begun when backward comes: it is decoded where it is, on a stream that is late."""
+    side = torch.cuda.Stream(gpu)
+    main = torch.cuda.current_stream(gpu)
+    first, x, z = ones(gpu), ones(gpu), ones(gpu)
+    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec="bf16")
+
+    class SleepsInBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            torch.cuda._sleep(4 * LATER)
+            return gradient * 1
+
+    class OverwritesInBackward(torch.autograd.Function):
+        """Its backward takes the memory that copies off the device leave free."""
+
+        @staticmethod
+        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+            context.save_for_backward(torch.full_like(x, 2.0))
+            return x * 2
+
+        @staticmethod
+        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+            main.synchronize()
+            time.sleep(0.2)
+            (kept,) = context.saved_tensors
+            overwrite(gpu, COUNT // 2 + 64)
+            return gradient * kept
+
+    try:
+        with offload:
+            total = OverwritesInBackward.apply(first)  # in backward the last
+            side.wait_stream(main)
+            with torch.cuda.stream(side):
+                late = SleepsInBackward.apply(SavesGiven.apply(x, torch.full_like(x, 2.0)))
+            torch.cuda._sleep(LATER)  # the encoding, and with it the store, come after it
+            total = total + SavesGiven.apply(z, torch.full_like(z, 2.0))
+        (total.sum() + _joined(late, side, main).sum()).backward()
+        for leaf in (first, x, z):
+            assert leaf.grad is not None and bool((leaf.grad == 2).all())
+    finally:
+        offload.close()

@@ -154,8 +154,6 @@ PLANNED: dict[str, Any] = {"plan": LEAST, "tiers": False, "dropout": 0.1, "steps
 ON_DEVICES = [
     Row("cp2, bf16", 2, cp=2, bf16=True),
     Row("cp2, all to all, dropout", 2, cp=2, bf16=True, dropout=0.1, options={"cp_comm_type": "a2a"}),
-    Row("cp2, all gather", 2, cp=2, bf16=True, options={"cp_comm_type": "all_gather"}),
-    Row("cp2, plan, recompute", 2, cp=2, bf16=True, options={"attention_dropout": 0.0}, **PLANNED),
     Row("tp2 sp cp2, recompute full", 4, tp=2, cp=2, bf16=True, options={"sequence_parallel": True, **FULL}),
 ]
 """Rows whose attention is Transformer Engine's, which needs a device: context parallelism."""

@@ -16,7 +16,7 @@ import torch
 
 from ssdtrain.config import load_config
 from ssdtrain.offload.policy import Action, ForwardProfile, SavedTensorInfo
-from ssdtrain.offload.region import Region
+from ssdtrain.offload.tensors.region import Region
 from ssdtrain.runtime import Runtime, Seams
 from tests.support.filesystems import eventually
 from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
@@ -37,7 +37,7 @@ class Variant:
     lagging: bool = False
     """On a device whose copies lag behind: see `tests.support.lagging`."""
     bound: int | None = None
-    """Bytes in flight, with tensors that leave in order: see `ssdtrain.offload.in_flight`."""
+    """Bytes in flight, with tensors that leave in order: see `ssdtrain.offload.pacing.limits`."""
     part: float | None = None
     """Of every region, what is offloaded; None: by the config."""
 

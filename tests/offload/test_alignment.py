@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ssdtrain.offload import geometry
-from ssdtrain.offload.geometry import bytes_at, restride
+from ssdtrain.offload.tensors import geometry
+from ssdtrain.offload.tensors.geometry import bytes_at, restride
 from ssdtrain.runtime import Runtime
 from tests.offload.conftest import (
     IN_PARTS,

@@ -13,7 +13,7 @@ import torch
 
 from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.transfer.state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Arena, SpillStore, holds_signal_safe_lock, signal_safe_lock
 from tests.offload.conftest import MakeRuntime, Variant, stored_forward

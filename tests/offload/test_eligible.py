@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.masked import masked_tensor
 
-from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.tensors.eligible import Eligibility
 from tests.offload.conftest import MakeRuntime
 
 

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.offload import engine as engine_module
-from ssdtrain.offload import gpudirect
-from ssdtrain.offload import hung as hanging
-from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.transfer import gpudirect
+from ssdtrain.offload.transfer import loads as hanging
+from ssdtrain.offload.transfer.state import State
 from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults, IOFailure
 from ssdtrain.storage import gpudirect as storage

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from ssdtrain.offload import eligible
-from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.tensors import eligible
+from ssdtrain.offload.tensors.eligible import Eligibility
 
 
 class CudaTensor:

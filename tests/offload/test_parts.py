@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ssdtrain.offload import gpudirect
 from ssdtrain.offload.policy import Action
-from ssdtrain.offload.rests import PAGE, moved_bytes
+from ssdtrain.offload.transfer import gpudirect
+from ssdtrain.offload.transfer.rests import PAGE, moved_bytes
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults, IOFailure
 from tests.offload import zoo

@@ -11,11 +11,11 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError
-from ssdtrain.offload.coding import Coding
-from ssdtrain.offload.meter import ActivationMeter
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
-from ssdtrain.offload.sharing import extent_of, make_region
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.meter import ActivationMeter
+from ssdtrain.offload.tensors.sharing import extent_of, make_region
+from ssdtrain.offload.tensors.tape import Tape
+from ssdtrain.offload.transfer.coding import Coding
 from tests.offload.conftest import settled
 
 BYTES = 64 * 64 * 4  # of what one activation function saves

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 from ssdtrain.config.units import MiB
-from ssdtrain.offload import starter
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Handle, Region
-from ssdtrain.offload.transfer_state import State
-from ssdtrain.offload.waiting import wait_quietly
+from ssdtrain.offload.pacing import starter
+from ssdtrain.offload.pacing.closing import wait_quietly
+from ssdtrain.offload.tensors.region import Handle, Region
+from ssdtrain.offload.transfer.state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Operation
 from tests.offload.conftest import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ssdtrain.offload import region as region_module
-from ssdtrain.offload.region import Handle, Releases
+from ssdtrain.offload.tensors import region as region_module
+from ssdtrain.offload.tensors.region import Handle, Releases
 from tests.support.bytecodes import Before
 
 GEOMETRY = (torch.float32, torch.Size([1]), (1,), 0)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ssdtrain import versions as counters
-from ssdtrain.offload.sharing import extent_of
+from ssdtrain.offload.tensors.sharing import extent_of
 from tests.offload.conftest import MakeRuntime
 
 

@@ -26,7 +26,7 @@ PACKAGE = Path(ssdtrain.__file__).parent
 FILES = {
     str(path)
     for name in ("offload", "storage")
-    for path in (PACKAGE / name).glob("*.py")
+    for path in (PACKAGE / name).rglob("*.py")
     if path.name != "hooks.py"
 }
 

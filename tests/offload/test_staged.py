@@ -15,8 +15,8 @@ import torch
 from ssdtrain.codecs.base import FLOATS
 from ssdtrain.config import load_config
 from ssdtrain.offload import build
-from ssdtrain.offload.departures import Departures
-from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.pacing.limits import Departures
+from ssdtrain.offload.transfer.state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, holds_nothing, settled
@@ -113,7 +113,7 @@ def test_a_released_head_delays_no_departure() -> None:
     regions = [
         SimpleNamespace(
             nbytes=100,
-            emptied=False,
+            pointer=4096,
             freed=lambda: False,
             transfer=SimpleNamespace(state=State.STORING, keep_resident=False, rest=None),
         )
@@ -131,7 +131,7 @@ def test_a_part_departs_when_the_tape_has_moved_on_also_where_nothing_else_is_st
     departures = Departures(left.append)
     departures.limit = 200
     transfer = SimpleNamespace(state=State.STORING, keep_resident=False, rest=object(), saved_before=0)
-    region: Any = SimpleNamespace(nbytes=100, emptied=False, freed=lambda: False, transfer=transfer)
+    region: Any = SimpleNamespace(nbytes=100, pointer=4096, freed=lambda: False, transfer=transfer)
     departures.add(region, 100)
     departures.advance(200)  # the next operator, whose kernel runs before the copy off the device begins
     assert not left

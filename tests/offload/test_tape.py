@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
-from ssdtrain.offload.region import Region
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.region import Region
+from ssdtrain.offload.tensors.tape import Tape
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, watch_loads
 from tests.offload.test_races import SIZE, chain
 

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.offload.proof import ProofFailed
-from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.checks.proof import ProofFailed
+from ssdtrain.offload.transfer.state import State
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import CorruptedData, SpillStore, drive_of
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, stored_forward

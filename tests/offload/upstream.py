@@ -41,8 +41,8 @@ import torch
 import ssdtrain.offload.engine
 from ssdtrain.config import load_config
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.region import Handle, Kept
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.region import Handle, Kept
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.runtime import Runtime, Seams
 
 PLAIN, COPYING, RACING, STORED, STAGED, UNSHARED = (

@@ -11,17 +11,16 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.config.units import MiB
-from ssdtrain.planner.adaptive import AdaptivePolicy
 from ssdtrain.planner.arena import ArenaCost
-from ssdtrain.planner.auto import AutoPlan
-from ssdtrain.planner.choose import choose_offloads
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.decisions import Outcome, decision_table
-from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.step import KEEP, Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.measured import Profile, regions_problem
+from ssdtrain.planner.model.types import KEEP, Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.regions import AdaptivePolicy
 from ssdtrain.runtime import Runtime
 from ssdtrain.steps import UNENDED_FORWARDS
 from tests.offload.conftest import settled, stored_forward
+from tests.planner.offloads import choose_offloads
 from tests.support.filesystems import eventually
 
 
@@ -128,10 +127,9 @@ def test_an_optimizer_inside_of_backward_ends_the_step_before_the_next_forward(
         for one in (model, plain):
             one(x).square().mean().backward()
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
-    (controller,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload | AutoPlan)]
-    if isinstance(controller, AutoPlan):
-        assert controller.plan is not None
-    else:
+    (controller,) = [one for one in runtime.features if isinstance(one, PlanController)]
+    assert controller.plan is not None
+    if not planned:
         assert controller.steps == 19  # the last one ends when the next forward begins
     runtime.close()
 
@@ -140,7 +138,7 @@ def test_the_optimizer_of_another_model_ends_no_step(tmp_path: Path) -> None:
     model, other = make_model(), nn.Linear(64, 1)
     runtime = ssdtrain.attach(model, config(tmp_path))
     ours, theirs = (torch.optim.SGD(one.parameters(), lr=0.01) for one in (model, other))
-    (controller,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload)]
+    (controller,) = [one for one in runtime.features if isinstance(one, PlanController)]
     for step in range(12):
         made = model(torch.randn(512, 64, generator=torch.Generator().manual_seed(step)))
         if step < WRITTEN:
@@ -151,7 +149,7 @@ def test_the_optimizer_of_another_model_ends_no_step(tmp_path: Path) -> None:
         ours.step()
     # Until the first step of our optimizer the other one may have been ours.
     assert controller.steps == 11
-    assert isinstance(controller._policy, AdaptivePolicy) and controller._policy.plans
+    assert controller.plan is not None
     runtime.close()
 
 
@@ -179,7 +177,7 @@ def test_a_loop_that_announces_its_steps_has_no_others(tmp_path: Path) -> None:
     model = make_model()
     runtime = Runtime(load_config(config(tmp_path)), logs=False)
     runtime.register(model)
-    (controller,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload)]
+    (controller,) = [one for one in runtime.features if isinstance(one, PlanController)]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for step in range(6):
         gradients(model, runtime, step)
@@ -253,8 +251,12 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
     profile = Profile(runtime.engine.recorder.take())
     runtime.close()
     set_times(profile)
-    chosen = choose_offloads(profile.blocks, profile.order, Machine((Tier("tiers", 1e12, 1e12),), prefetch=1))
-    text = decision_table(profile, chosen, Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02}))
+    problem = regions_problem(
+        profile.blocks, profile.order, Machine((Tier("tiers", 1e12, 1e12),), prefetch=1)
+    )
+    chosen = choose_offloads(problem.chunks, problem.order, problem.machine)
+    outcome = Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02})
+    text = decision_table(profile.chunks, problem, chosen.plan, chosen.kept, outcome)
     assert "offload" in text and "hidden" in text
     assert "\n  chunk 0: region 0" in text
     assert "5.00 MiB measured, 10.0 MiB without offload" in text
@@ -325,8 +327,7 @@ def test_without_an_arena_tensors_come_back_into_memory_of_their_own(tmp_path: P
         assert engine is not None
         want = gradients(model, None, 0)
         engine.buffers.fit(MiB)
-        engine.buffers.used = False
-        engine.grow(between_steps=True)
+        engine.set_arena_in_use(False)
         x = torch.randn(256, 64, generator=torch.Generator().manual_seed(0))
         model.zero_grad()
         before = engine.snapshot().loaded_bytes

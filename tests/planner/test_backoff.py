@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
@@ -9,9 +10,20 @@ import pytest
 from benchmarks.adaptive_amount import AutoRun
 from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
-from ssdtrain.planner.drift import LONGEST, SHORTEST, Backoff, Drift
-from ssdtrain.planner.margin import CALM_STEPS, LEAST, MOST_CALM_STEPS, STALLS, StallMargin
-from ssdtrain.planner.measured import Rates
+from ssdtrain.planner.derating import (
+    CALM_STEPS,
+    DRIFTED,
+    LEAST,
+    LONGEST,
+    MOST_CALM_STEPS,
+    SHORTEST,
+    STALLS,
+    Backoff,
+    BandwidthDerating,
+    Rates,
+    StallMargin,
+)
+from ssdtrain.planner.finder import Goal
 from ssdtrain.storage.metrics import StoreMetrics
 
 
@@ -41,31 +53,33 @@ def test_a_search_that_brings_nothing_new_is_made_after_twice_as_many_steps() ->
 def test_a_drive_that_changes_between_two_speeds_is_planned_for_ever_less_often(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drift, plans, store = Drift(), [], StoreMetrics()
-    speeds = [Rates(1e9, 1e9)] * 3 + [Rates(4e9, 4e9)] * 3
-    monkeypatch.setattr(drift._bandwidths, "since", lambda _: speeds[drift._steps % 6])
-    drift.measure(store)
-    drift.planned(same=False, new=True)
-    for step in range(600):
-        drift.measure(store)
-        if drift.drifted():
+    plans, store = [], StoreMetrics()
+    derating = BandwidthDerating(store, None)
+    speeds = itertools.cycle([Rates(1e9, 1e9)] * 3 + [Rates(4e9, 4e9)] * 3)
+    monkeypatch.setattr(derating._bandwidths, "since", lambda _: next(speeds))
+    derating.step_ended(store, 0, 0.0)
+    derating.planned(0, "profiled", same=False, new=True)
+    for step in range(1, 600):
+        derating.step_ended(store, 0, 0.0)
+        if derating.drifted(step):
             plans.append(step)
-            drift.planned(same=False, new=len(plans) == 1)  # a plan for each speed
+            derating.planned(step, DRIFTED, same=False, new=len(plans) == 1)  # a plan for each speed
     assert 3 < len(plans) < 20
 
 
 def test_a_drive_that_was_busy_in_one_step_is_planned_with_as_in_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drift, store = Drift(), StoreMetrics()
+    store = StoreMetrics()
+    derating = BandwidthDerating(store, None)
     speeds = iter(
         [Rates(4e9, 6e9), Rates(4.1e9, None), Rates(2e8, 3e8), Rates(None, None), Rates(None, None)]
     )
-    monkeypatch.setattr(drift._bandwidths, "since", lambda _: next(speeds))
+    monkeypatch.setattr(derating._bandwidths, "since", lambda _: next(speeds))
     found = []
     for _ in range(5):
-        drift.measure(store)
-        found.append(drift.rates)
+        derating.step_ended(store, 0, 0.0)
+        found.append(derating.rates)
     assert [one.write for one in found[:3]] == [4e9, 4.1e9, 4e9]
     assert [one.read for one in found[:3]] == pytest.approx([6e9, 6.15e9, 6e9])
     assert found[4] == Rates(2e8, 3e8)  # all that was measured in the latest steps
@@ -109,15 +123,13 @@ def test_a_plan_within_limits_whose_transfers_stall_is_not_searched_for_in_every
     with AutoRun(load, device_budget=round(0.5 * load.kept)) as run:
         for _ in range(6):
             run.step()
-        controller = run._controller
-        assert controller.chosen is not None
-        controller._must_fit, controller._most_slowdown = True, 0.005
-        searched = []
-        choose = controller._choose
-        monkeypatch.setattr(controller, "_choose", lambda *given: searched.append(1) or choose(*given))
-        monkeypatch.setattr(
-            controller, "_note_stall", lambda fresh, total: controller._margin.observe(0.5, 0.0)
-        )
+        controller, searched = run.controller, []
+        assert controller.plan is not None
+        finder = controller._finder
+        finder.goal = Goal(round(0.5 * load.kept), slowdown=0.005)
+        find = finder.find
+        monkeypatch.setattr(finder, "find", lambda *given: searched.append(1) or find(*given))
+        monkeypatch.setattr(run.regions, "stalled", lambda fresh, total: 0.5)
         for _ in range(80):
             run.step()
         assert 1 <= len(searched) <= 8

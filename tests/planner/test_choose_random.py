@@ -8,9 +8,10 @@ from itertools import product
 
 import pytest
 
-from ssdtrain.planner import choose
-from ssdtrain.planner.choose import SLACK, choose_offloads
-from ssdtrain.planner.step import (
+from ssdtrain.planner import search
+from ssdtrain.planner.finder import HIDDEN
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import (
     KEEP,
     Block,
     Choice,
@@ -22,7 +23,7 @@ from ssdtrain.planner.step import (
     one_after_the_other,
     one_forward_one_backward,
 )
-from ssdtrain.planner.timeline import simulate
+from tests.planner.offloads import choose_offloads
 
 SSD = Choice("ssd")
 
@@ -84,7 +85,7 @@ def every_step(chunks: list[list[Block]], order: Sequence[Pass], machine: Machin
 def test_of_few_blocks_no_choice_is_better_by_a_twentieth_with_a_budget_and_without(seed: int) -> None:
     chunks, order, machine, draw = drawn(seed)
     kept, *others = every_step(chunks, order, machine)
-    limit = kept.seconds * (1 + SLACK)
+    limit = kept.seconds * (1 + HIDDEN)
     allowed = [
         step for step in (kept, *others) if step.written["ssd"] <= machine.tiers[0].write * kept.seconds
     ]
@@ -105,7 +106,7 @@ def test_the_choice_in_one_pass_promises_no_more_than_it_keeps(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As for many blocks: the lowest peak is not always found, but time and peak are as said."""
-    monkeypatch.setattr(choose, "_few", lambda task: False)
+    monkeypatch.setattr(search, "EXACT", 0)
     chunks, order, machine, draw = drawn(seed)
     kept, *others = every_step(chunks, order, machine)
     lowest = min(step.peak_bytes for step in (kept, *others))
@@ -114,4 +115,4 @@ def test_the_choice_in_one_pass_promises_no_more_than_it_keeps(
         assert chosen.predicted == simulate(chunks, chosen.choices, order, machine, steps=2)
         assert chosen.predicted.peak_bytes <= kept.peak_bytes
         if budget is None:
-            assert chosen.predicted.seconds <= kept.seconds * (1 + SLACK)
+            assert chosen.predicted.seconds <= kept.seconds * (1 + HIDDEN)

@@ -6,9 +6,9 @@ import re
 from types import SimpleNamespace
 from typing import Any, cast
 
-from ssdtrain.planner.plans import Plan, Problem, actions_for
-from ssdtrain.planner.step import Block, Machine, Tier, one_after_the_other
-from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.plans import Plan, SearchProblem, actions_for
 from ssdtrain.tools.whatif.explain import rows
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -24,7 +24,7 @@ def reason_of(count: int) -> str:
     blocks = [Block(f"block {number}", 0.01, 0.02, 1000) for number in range(count)]
     machine = Machine((Tier("ssd", 2e3, 1e3, depth=1 << 30),), in_flight=1000)
     order = one_after_the_other()
-    problem = Problem([blocks], order, machine, actions_for(machine))
+    problem = SearchProblem([blocks], order, machine, actions_for(machine))
     actions = ("ssd",) * count
     plan = Plan(actions, simulate([blocks], problem.choices(actions), order, machine))
     stage = SimpleNamespace(problem=problem, plan=plan, simulated=1)

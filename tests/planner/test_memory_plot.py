@@ -15,9 +15,11 @@ import ssdtrain
 from benchmarks.planner_simulated import memory_panels
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.units import MiB
-from ssdtrain.offload.meter import ActivationMeter
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.planner import memory_plot
 from ssdtrain.planner.memory_plot import MemoryPanel, PlanPlot, draw_memory
+from ssdtrain.planner.model.types import Machine
+from ssdtrain.planner.plans import SearchProblem
 from tests.planner.test_plan_auto import STEPS, auto_of, gpt, train
 
 
@@ -37,7 +39,9 @@ def test_a_run_draws_the_second_step_of_its_plan(tmp_path: Path, monkeypatch: py
     sections = config(tmp_path / "report", plan={"device_limit": "4MiB", "plot": True})
     with ssdtrain.attach(model, sections) as runtime:
         train(model)
-        plan, meter = auto_of(runtime).plan, auto_of(runtime)._engine.meter
+        plan, engine = auto_of(runtime).plan, runtime.engine
+        assert engine is not None
+        meter = engine.meter
         assert not meter.record and not meter.timeline
     [([panel], file)] = drawn
     assert file == tmp_path / "report" / "plan-rank-0.png"
@@ -52,9 +56,9 @@ def test_a_run_draws_the_second_step_of_its_plan(tmp_path: Path, monkeypatch: py
 
 def plotted(file: Path, monkeypatch: pytest.MonkeyPatch, plans: int, steps: int = 2) -> None:
     """Plans in turn, each of which is followed for some steps."""
-    timeline = SimpleNamespace(memory=[(0.0, 0)])
-    monkeypatch.setattr(memory_plot, "simulate", lambda *_, **__: timeline)
-    problem: Any = SimpleNamespace(choices=lambda _: (), chunks=(), order=(), machine=None)
+    played = SimpleNamespace(timeline=SimpleNamespace(memory=[(0.0, 0)]))
+    monkeypatch.setattr(memory_plot, "play", lambda *_, **__: played)
+    problem = SearchProblem([], [], Machine(), {})
     meter = ActivationMeter()
     plot = PlanPlot(file, meter)
     for number in range(plans):

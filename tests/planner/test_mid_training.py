@@ -8,19 +8,17 @@ import pytest
 import torch
 
 import ssdtrain
-from ssdtrain.config import PlanConfig
 from ssdtrain.config.units import KiB, MiB
-from ssdtrain.planner.auto import RECORDED, WARM_UP
-from ssdtrain.planner.controller import AdaptiveOffload
-from ssdtrain.planner.finder import PlanFinder
-from ssdtrain.planner.measured import bound_stores
-from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
-from ssdtrain.planner.room import DeviceMemory, Room
+from ssdtrain.planner.blocks import RECORDED, WARM_UP, bound_stores
+from ssdtrain.planner.finder import Goal, PlanFinder
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import KEEP, Block, Machine, one_after_the_other
+from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
+from ssdtrain.planner.regions import Regions
+from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import KEEP, Block, Machine, one_after_the_other
-from ssdtrain.planner.timeline import simulate
 from ssdtrain.steps import UNENDED_FORWARDS
-from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, equal, gpt, train
+from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, blocks_of, equal, gpt, train
 
 
 def train_sizes(model: torch.nn.Module, batches: list[int]) -> list[torch.Tensor]:
@@ -53,7 +51,7 @@ def test_forwards_that_outgrow_the_limit_end_no_run(caplog: pytest.LogCaptureFix
 
 def test_the_plan_nearest_to_the_limits_is_within_memory_where_only_the_time_is_exceeded() -> None:
     blocks = [Block(f"block {i}", 1.0, 2.0, 100, recompute=1.0, inputs=10) for i in range(4)]
-    problem = Problem([blocks], one_after_the_other(), Machine(), actions_for(Machine()))
+    problem = SearchProblem([blocks], one_after_the_other(), Machine(), actions_for(Machine()))
     with pytest.raises(NoPlan) as raised:
         search(problem, Limits(device=350, seconds=12.0))
     nearest = raised.value.nearest
@@ -66,14 +64,11 @@ def test_the_plan_nearest_to_the_limits_is_within_memory_where_only_the_time_is_
 
 def test_a_limit_has_to_hold_the_largest_forward_too() -> None:
     blocks = [Block(f"block {i}", 1.0, 2.0, 100, recompute=1.0, inputs=10) for i in range(4)]
-    problem = Problem([blocks], one_after_the_other(), Machine(), actions_for(Machine()))
+    problem = SearchProblem([blocks], one_after_the_other(), Machine(), actions_for(Machine()))
     kept = simulate([blocks], [[KEEP] * 4], problem.order, Machine())
-    finder = PlanFinder(PlanConfig(device_limit=kept.peak_bytes), None)  # type: ignore[arg-type]
+    finder = PlanFinder(Goal(kept.peak_bytes), None)  # type: ignore[arg-type]
     assert finder.find(problem, kept).plans[0].count("keep") == 4
-    assert (
-        finder.find(problem, kept, 3 * sum(block.saved for block in blocks) // 2).plans[0].peak
-        <= kept.peak_bytes / 1.5
-    )
+    assert finder.find(problem, kept, 1.5).plans[0].peak <= kept.peak_bytes / 1.5
 
 
 def memory_of(total: float) -> DeviceMemory:
@@ -88,7 +83,7 @@ def test_without_a_limit_what_fits_on_the_device_is_one(
     for room in (None, 0.6, 0.01):
         if room is not None:
             memory = memory_of(room * found[None])
-            monkeypatch.setattr(Room, "memory", lambda self, memory=memory: memory)
+            monkeypatch.setattr(DeviceHeadroom, "memory", lambda self, memory=memory: memory)
         model = gpt()
         with ssdtrain.attach(model, {"plan": "auto", **QUIET}) as runtime:
             train(model, STEPS - 2, microbatches=1)
@@ -110,9 +105,9 @@ def test_what_is_in_flight_follows_the_size_of_forwards_up_and_down(tmp_path: Pa
         engine = runtime.engine
         assert engine is not None
         for tape, allowed in ((16 * MiB, MiB), (64 * KiB, 4 * KiB), (16 * MiB, MiB), (64 * MiB, 2 * MiB)):
-            bound_stores(engine, None, tape)
+            bound_stores(engine, tape)
             assert engine.mover.stores.limit == allowed
-        bound_stores(engine, (1e9, 1e9), MiB)  # behind a link it is no part of the peak
+        engine.set_plan_bound(None)  # behind a link it is no part of the peak
         assert engine.mover.stores.limit == 2 * MiB
 
 
@@ -132,11 +127,8 @@ def test_steps_of_many_forwards_are_recorded_as_far_as_memory_allows(
             for number in range(6):  # the last one that is recorded is the largest
                 model(torch.randn(128 if number == 2 else 64, 64)).sum().backward()
             runtime.step_end()
-        if amount:
-            [controller] = [one for one in runtime.features if isinstance(one, AdaptiveOffload)]
-            assert controller._profile is not None
-        else:
-            assert auto_of(runtime).plan is not None
+        subject = auto_of(runtime).subject
+        assert subject.profile is not None if isinstance(subject, Regions) else auto_of(runtime).plan
 
 
 def test_a_plan_in_a_loop_that_ends_no_step_keeps_no_records(caplog: pytest.LogCaptureFixture) -> None:
@@ -147,7 +139,7 @@ def test_a_plan_in_a_loop_that_ends_no_step_keeps_no_records(caplog: pytest.LogC
         auto = auto_of(runtime)
         for _ in range(UNENDED_FORWARDS + 5):
             model(torch.randn(64, 64)).sum().backward()
-        assert not auto._found and not runtime.engine.recorder.active
+        assert not runtime.engine.recorder.active and not blocks_of(runtime)._found
         for _ in range(WARM_UP + RECORDED + 1):
             runtime.step_end()
             model(torch.randn(64, 64)).sum().backward()

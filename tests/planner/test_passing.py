@@ -4,8 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from ssdtrain.planner.step import KEEP, Block, Choice, Link, Machine, StepTimeline, Tier, one_after_the_other
-from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import (
+    KEEP,
+    Block,
+    Choice,
+    Link,
+    Machine,
+    StepTimeline,
+    Tier,
+    one_after_the_other,
+)
 
 GB = 10**9
 

@@ -15,10 +15,11 @@ from torch.distributed.fsdp import fully_shard
 import ssdtrain
 from examples.support.model import GPT, GPTConfig
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
+from ssdtrain.planner.blocks import RECORDED, WARM_UP, Blocks
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.execute import BlockPolicy
+from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.plans import NoPlan
-from ssdtrain.planner.timeline import simulate
 from ssdtrain.runtime import Runtime
 from tests.support.ranks import on_ranks
 from tests.support.tiers import tiered
@@ -53,9 +54,15 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def auto_of(runtime: Runtime) -> AutoPlan:
-    (found,) = [feature for feature in runtime.features if isinstance(feature, AutoPlan)]
+def auto_of(runtime: Runtime) -> PlanController:
+    (found,) = [feature for feature in runtime.features if isinstance(feature, PlanController)]
     return found
+
+
+def blocks_of(runtime: Runtime) -> Blocks:
+    subject = auto_of(runtime).subject
+    assert isinstance(subject, Blocks)
+    return subject
 
 
 @pytest.mark.parametrize(
@@ -90,14 +97,15 @@ def test_the_peak_of_offloading_everything_is_as_predicted_whatever_the_drive_do
         auto, engine = auto_of(runtime), runtime.engine
         assert auto.problem is not None and engine is not None and isinstance(engine.policy, BlockPolicy)
         auto.detach()
-        auto._arena.planned(used=True)
-        engine.policy.follow({name: "offload" for name in auto._blocks})
+        names = {f"blocks.{number}" for number in range(LAYERS)}
+        auto.arena_used(True)
+        engine.policy.follow({name: "offload" for name in names})
         train(model, 1, microbatches=1)
         runtime.reset_peak()
         train(model, 1, microbatches=1)
         metrics = runtime.statistics()
     of = auto.problem
-    choices = of.choices(["ssd" if block.name in auto._blocks else "keep" for block in of.blocks])
+    choices = of.choices(["ssd" if block.name in names else "keep" for block in of.blocks])
     predicted = simulate(of.chunks, choices, of.order, of.machine, steps=2)
     assert metrics is not None
     assert metrics.offload.activation_peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
@@ -255,7 +263,7 @@ def test_without_blocks_the_amount_is_planned(tmp_path: Path) -> None:
     with ssdtrain.attach(nn.Linear(4, 4), config) as runtime:
         assert [type(feature).__name__ for feature in runtime.features] == [
             "ActivationOffload",
-            "AdaptiveOffload",
+            "PlanController",
             "InnerHooks",
             "BypassedModel",
         ]

@@ -12,12 +12,13 @@ from torch import nn
 import ssdtrain
 from ssdtrain.compact.linear import CompactForward
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.planner.auto import RECORDED, WARM_UP, AutoPlan
+from ssdtrain.planner.blocks import RECORDED, WARM_UP
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.explain import plan_table
-from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import COMPRESS, KEEP, Block, Machine, one_after_the_other
+from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import COMPRESS, KEEP, Block, Machine, one_after_the_other
-from ssdtrain.planner.timeline import simulate
 from tests.planner.test_plan_auto import LAYERS, QUIET, auto_of, equal, gpt, train
 
 STEPS = WARM_UP + RECORDED + 1 + RECORDED + 2
@@ -53,7 +54,7 @@ def test_blocks_are_compressed_only_where_a_block_saves_less_by_it() -> None:
         Block("b", **given, compressed=smaller),
         Block("c", **given, compressed=smaller),
     ]
-    problem = Problem(
+    problem = SearchProblem(
         [blocks], one_after_the_other(), Machine(), actions_for(Machine(), recompute=False, compress=COMPRESS)
     )
     [found, *_] = search(problem, Limits(240))
@@ -70,14 +71,14 @@ def test_blocks_are_compressed_only_where_a_block_saves_less_by_it() -> None:
 def test_what_is_lossy_is_not_chosen_where_it_brings_nothing() -> None:
     block = Block("a", forward=1.0, backward=2.0, saved=100)
     blocks = [replace(block, compressed=replace(block, saved=40))] * 3
-    problem = Problem(
+    problem = SearchProblem(
         [blocks], one_after_the_other(), Machine(), actions_for(Machine(), recompute=False, compress=COMPRESS)
     )
     [found, *_] = search(problem, Limits(300))
     assert found.actions == ("keep",) * 3
 
 
-def followed(limit: int) -> AutoPlan:
+def followed(limit: int) -> PlanController:
     """The plan at this limit, after a step in which exactly its blocks compressed."""
     model = gpt()
     with ssdtrain.attach(model, config(limit)) as runtime:

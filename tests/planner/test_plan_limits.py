@@ -11,13 +11,11 @@ import torch
 
 import ssdtrain
 import ssdtrain.planner.search as searching
-from ssdtrain.config import PlanConfig
 from ssdtrain.device import device_for
-from ssdtrain.planner.finder import PlanFinder
+from ssdtrain.planner.finder import Goal, PlanFinder
+from ssdtrain.planner.model.types import Block, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
-from ssdtrain.planner.plans import NoPlan, Problem, actions_for
-from ssdtrain.planner.step import Block, Machine, Tier, one_after_the_other
-from ssdtrain.planner.timeline import kept_step
+from ssdtrain.planner.plans import NoPlan, SearchProblem, actions_for, kept_step
 from tests.planner.test_plan_auto import QUIET, auto_of, equal, gpt, train
 
 STEPS = 16
@@ -69,11 +67,11 @@ def test_of_many_blocks_the_best_plan_without_tiers_is_among_those_searched(
         Block(f"block {n}", 0.01 * (1 + n % 3), 0.02, 100 + n, recompute=0.01, inputs=10) for n in range(20)
     ]
     machine = Machine((Tier("ssd", 1.0, 1.0, depth=1 << 30),))  # too slow for anything
-    with_tiers = Problem([blocks], one_after_the_other(), machine, actions_for(machine))
-    without = Problem([blocks], one_after_the_other(), machine, actions_for(Machine()))
+    with_tiers = SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine))
+    without = SearchProblem([blocks], one_after_the_other(), machine, actions_for(Machine()))
     # A search that may try few plans finds none that fits among those of three actions.
     monkeypatch.setattr(searching, "BLOCK_PASSES", 1)
-    found = PlanFinder(PlanConfig(device_limit=900), _engine())
+    found = PlanFinder(Goal(900), _engine())
     kept = kept_step(with_tiers)
     plans = [found.find(problem, kept).plans[0] for problem in (without, with_tiers)]
     assert plans[1].seconds <= plans[0].seconds and plans[1].peak <= 900

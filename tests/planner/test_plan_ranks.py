@@ -12,13 +12,13 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.planner.agreement import Agreement
-from ssdtrain.planner.auto import RECORDED, WARM_UP
+from ssdtrain.planner.blocks import RECORDED, WARM_UP
+from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
 from ssdtrain.planner.plan_blocks import PlanBlocks
-from ssdtrain.planner.plans import NoPlan, Problem, actions_for
+from ssdtrain.planner.plans import NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.runtime import Runtime
-from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, equal, gpt, train
+from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, blocks_of, equal, gpt, train
 from tests.planner.test_plan_safety import LEAST, Sum
 from tests.support.ranks import on_ranks
 
@@ -87,7 +87,7 @@ def _different_needs(rank: int) -> list[Any]:
         model = Layers()
         with _planned(model, {"plan": {"device_limit": limits[rank]}}, dist.group.WORLD) as runtime:
             same = equal(expected, _train(model, runtime, sizes))
-            plan, chosen = auto_of(runtime).plan, auto_of(runtime)._agreement.recomputed
+            plan, chosen = auto_of(runtime).plan, blocks_of(runtime).agreement.recomputed
         found.append((same, plan is not None and plan.count("recompute"), sorted(chosen or ())))
     # Later forwards are larger: ranks profile again, and what is recomputed stays.
     sizes = [256] * STEPS + [512] * (STEPS + 2)
@@ -95,19 +95,19 @@ def _different_needs(rank: int) -> list[Any]:
     model = Layers()
     with _planned(model, LEAST, dist.group.WORLD) as runtime:
         same = equal(expected, _train(model, runtime, sizes))
-        found.append((same, sorted(auto_of(runtime)._agreement.recomputed or ())))
+        found.append((same, sorted(blocks_of(runtime).agreement.recomputed or ())))
     # Another group than the one that communicates does not make it safe.
     alone = [dist.new_group([0]), dist.new_group([1])][rank]
     model = Layers()
     with _planned(model, LEAST, alone) as runtime:
         same = equal(_train(Layers(), None, sizes), _train(model, runtime, sizes))
-        found.append((same, sorted(auto_of(runtime)._agreement.recomputed or ())))
+        found.append((same, sorted(blocks_of(runtime).agreement.recomputed or ())))
     # Names differ: nothing is recomputed before that is known.
     model = Layers()
     model.layers = model.layers[: LAYERS - rank]
     try:
         with _planned(model, {"plan": {"device_limit": "64MiB"}}, dist.group.WORLD) as runtime:
-            runtime.features[-1]._agreement.exchange({}, False, [])  # type: ignore[attr-defined]
+            runtime.features[-1].subject.agreement.exchange({}, False, [])  # type: ignore[attr-defined]
     except RuntimeError as error:
         found.append(str(error))
     return found
@@ -139,7 +139,7 @@ def _objects(rank: int) -> list[Any]:
             except RuntimeError as error:
                 found.append(str(error))
             else:
-                found.append(sorted(auto_of(runtime)._agreement.recomputed or ()))
+                found.append(sorted(blocks_of(runtime).agreement.recomputed or ()))
     return found
 
 
@@ -175,13 +175,13 @@ def _first_error(rank: int, limits: tuple[str, str], unable: int | None = None) 
     model = Layers()
     plan = {"device_limit": limits[rank], "recompute": "auto" if unable is None else "on"}
     with _planned(model, {"plan": plan}, dist.group.WORLD) as runtime:
-        agreement, impure = auto_of(runtime)._agreement, auto_of(runtime)._impure
+        agreement, impure = blocks_of(runtime).agreement, blocks_of(runtime).impure
         exchange = agreement.exchange
 
         def exchange_and_forget(*state: Any) -> tuple[bool, bool]:
             found = exchange(*state)
             if found[1] and unable == rank:
-                impure.update(dict.fromkeys(auto_of(runtime)._blocks, "of this test"))
+                impure.update(dict.fromkeys(agreement.blocks, "of this test"))
             return found
 
         agreement.exchange = exchange_and_forget  # type: ignore[method-assign]
@@ -240,15 +240,16 @@ class Routes(nn.Module):
 def test_agreed_blocks_that_the_largest_forward_does_not_run_are_recomputed_too() -> None:
     model = Routes()
     with ssdtrain.attach(model, LEAST) as runtime:
-        auto = auto_of(runtime)
+        auto, blocks = auto_of(runtime), blocks_of(runtime)
         # As from another rank.
-        auto._agreement.recomputed = frozenset(f"layers.{n}" for n in range(4))
+        blocks.agreement.recomputed = frozenset(f"layers.{n}" for n in range(4))
         for _ in range(STEPS):
             for size in (256, 128):
                 model(torch.randn(size, 64)).backward()
             runtime.step_end()
-        assert auto.plan is not None
-        assert {piece.name for piece in auto._measured if piece.name} == {f"layers.{n}" for n in range(3)}
+        assert auto.plan is not None and auto.problem is not None
+        names = {block.name for block in auto.problem.blocks}
+        assert {name for name in names if name.startswith("layers")} == {f"layers.{n}" for n in range(3)}
         assert all("forward" in layer.__dict__ for layer in model.layers)
 
 
@@ -267,9 +268,9 @@ def test_where_the_agreed_blocks_do_not_suffice_for_larger_forwards_a_warning_sa
             if action == "recompute"
         )
         assert recomputed
-        auto._agreement.recomputed = frozenset(
-            auto._blocks
-        )  # every one: none is left that is measured as it is kept
+        # Every one: none is left that is measured as it is kept.
+        agreement = blocks_of(runtime).agreement
+        agreement.recomputed = frozenset(agreement.blocks)
         for _ in range(2 * STEPS):
             tokens = torch.randint(256, (32, 64))
             model(tokens, tokens).backward()
@@ -287,9 +288,9 @@ def test_while_other_ranks_measure_no_timestamps_pile_up(monkeypatch: pytest.Mon
     model = gpt()
     with ssdtrain.attach(model, {"plan": "auto", **QUIET}) as runtime:
         auto = auto_of(runtime)
-        monkeypatch.setattr(auto._agreement, "exchange", lambda *_: (False, False))
+        monkeypatch.setattr(blocks_of(runtime).agreement, "exchange", lambda *_: (False, False))
         train(model, WARM_UP + 3 * RECORDED)
-        assert len(auto._found) == 2 * RECORDED  # two microbatches a step
+        assert len(blocks_of(runtime)._found) == 2 * RECORDED  # two microbatches a step
         monkeypatch.undo()
         train(model, 1)
         assert auto.plan is not None
@@ -300,7 +301,7 @@ def test_blocks_that_are_recomputed_in_any_case_are_in_every_plan() -> None:
     never, always = frozenset({0, 2, 3, 5}), frozenset({1, 4})
     order, actions = one_after_the_other(), actions_for(Machine())
     for exact in (1, 3000):
-        problem = Problem([blocks], order, Machine(), actions, impure=never, always=always)
+        problem = SearchProblem([blocks], order, Machine(), actions, impure=never, always=always)
         (best, *others) = search(problem, exact=exact)
         assert not others
         assert best.actions == ("keep", "recompute", "keep", "keep", "recompute", "keep")

@@ -22,13 +22,14 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 
 import ssdtrain
 from ssdtrain.config import ConfigError, PlanConfig, load_config
-from ssdtrain.planner.auto import AutoPlan
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.execute import BlockPolicy, recomputable_blocks
+from ssdtrain.planner.finder import Goal
+from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
 from ssdtrain.planner.plan_blocks import PlanBlocks
-from ssdtrain.planner.plans import Objective, Problem, actions_for
+from ssdtrain.planner.plans import Objective, SearchProblem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.planner.spans import may_run_again
-from ssdtrain.planner.step import Block, Machine, one_after_the_other
 from ssdtrain.runtime import Runtime
 from tests.planner.test_plan_auto import (
     LAYERS,
@@ -38,6 +39,7 @@ from tests.planner.test_plan_auto import (
     Caches,
     Stack,
     auto_of,
+    blocks_of,
     equal,
     gpt,
     train,
@@ -112,7 +114,7 @@ def test_a_block_that_communicates_is_never_recomputed() -> None:
 def test_an_impure_block_is_never_recomputed_though_its_small_tensors_would_go() -> None:
     blocks = [Block(f"block {i}", 1.0, 2.0, 100, recompute=0.0, small=1000) for i in range(12)]
     impure = frozenset({1, 5, 11})
-    problem = Problem(
+    problem = SearchProblem(
         [blocks], one_after_the_other(), Machine(), actions_for(Machine()), frozenset({0}), impure
     )
     best = search(problem, objective=Objective(0, 1), exact=1)[0]
@@ -373,11 +375,11 @@ def test_where_the_bandwidth_leaves_no_plan_the_old_one_is_followed(caplog: pyte
         train(model)
         auto = auto_of(runtime)
         before = auto.plan
-        auto._finder.config = PlanConfig(device_limit=1)
+        auto._finder.goal = Goal(1)
         for _ in range(8):
-            auto._make(auto._measured)
-        assert auto.plan is before is not None
-        assert auto._drift._tolerated <= 0.6
+            auto.request("a test wants one")
+            train(model, 1)
+        assert auto.plan is before is not None and not auto.reason
         train(model, 1)
     lines = [r.getMessage() for r in caplog.records if "the plan of before is followed" in r.getMessage()]
     assert len(lines) == 1 and "no plan keeps to" in lines[0]
@@ -470,7 +472,9 @@ def test_the_largest_recorded_forward_is_planned_for() -> None:
             optimizer.zero_grad()
         auto = auto_of(runtime)
         assert auto.metric.plans == 1 and auto.problem is not None
-        assert sum(block.saved for block in auto.problem.blocks) >= auto._policy.largest > 1 << 20
+        assert (
+            sum(block.saved for block in auto.problem.blocks) >= blocks_of(runtime)._policy.largest > 1 << 20
+        )
 
 
 def test_a_plan_that_nobody_holds_is_gone() -> None:
@@ -483,7 +487,7 @@ def test_a_plan_that_nobody_holds_is_gone() -> None:
     model, plan = attached()
     gc.collect()
     found = plan()
-    assert found is None or isinstance(found, AutoPlan)
+    assert found is None or isinstance(found, PlanController)
     assert model() is None and found is None
 
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 import ssdtrain
-from ssdtrain.config.units import MiB
-from ssdtrain.planner.controller import PROBE_PERIOD, AdaptiveOffload
+from ssdtrain.config.units import KiB, MiB
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.plan_metrics import PlanMetrics
+from ssdtrain.planner.regions import PROBE_PERIOD
 from ssdtrain.runtime import Runtime
 
 QUIET = {"report": {"interval": 0}}
@@ -68,8 +69,8 @@ def train_until_resting(model: nn.Module, seen: list[int] | None = None) -> None
     raise AssertionError("it never rests")
 
 
-def auto_of(runtime: Runtime) -> AdaptiveOffload:
-    [found] = [feature for feature in runtime.features if isinstance(feature, AdaptiveOffload)]
+def auto_of(runtime: Runtime) -> PlanController:
+    [found] = [feature for feature in runtime.features if isinstance(feature, PlanController)]
     return found
 
 
@@ -138,6 +139,18 @@ def test_small_growth_of_inputs_adds_up(tmp_path: Path) -> None:
         assert engine.resting
         train(model, 1, rows=80)
         assert not engine.resting
+
+
+def test_the_arena_of_a_small_model_is_smaller_than_a_huge_page(tmp_path: Path) -> None:
+    with attach(make_model(), tmp_path, amount="all") as runtime:
+        assert runtime.engine is not None
+        buffers = runtime.engine.buffers
+        buffers.fit(300 * KiB, away=200 * KiB)
+        assert not buffers.capacity
+        buffers.fit(300 * KiB, away=MiB)
+        assert buffers.capacity == 300 * KiB
+        buffers.fit(3 * MiB, away=8 * MiB)
+        assert buffers.capacity == 4 * MiB
 
 
 def test_the_arena_is_no_larger_than_what_has_left_memory(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import random
 
 import pytest
 
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
-from ssdtrain.planner.search import search
-from ssdtrain.planner.step import (
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import (
     Block,
     Choice,
     Link,
@@ -16,7 +15,8 @@ from ssdtrain.planner.step import (
     one_after_the_other,
     one_forward_one_backward,
 )
-from ssdtrain.planner.timeline import simulate
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, actions_for
+from ssdtrain.planner.search import search
 from tests.support.tiers import tiered
 
 
@@ -31,12 +31,12 @@ def machine(rate: float = 100.0, **more: int) -> Machine:
     )
 
 
-def problem(count: int, rate: float = 100.0, **more: int) -> Problem:
+def problem(count: int, rate: float = 100.0, **more: int) -> SearchProblem:
     on = machine(rate)
-    return Problem([blocks(count, **more)], one_after_the_other(), on, actions_for(on))
+    return SearchProblem([blocks(count, **more)], one_after_the_other(), on, actions_for(on))
 
 
-def random_problem(seed: int) -> Problem:
+def random_problem(seed: int) -> SearchProblem:
     draw = random.Random(seed)
     alike = draw.random() < 0.5
     sizes = [draw.randint(20, 200) for _ in range(5)]
@@ -56,10 +56,10 @@ def random_problem(seed: int) -> Problem:
     tiers = (Tier("host", 4 * rate, 4 * rate, capacity=150), Tier("ssd", rate, rate))
     on = Machine(tiers[draw.randint(0, 1) :], Link(500.0, 500.0), window=150, in_flight=300, prefetch=300)
     order = draw.choice([one_after_the_other(), one_forward_one_backward(3, 2)])
-    return Problem([made], order, on, actions_for(on))
+    return SearchProblem([made], order, on, actions_for(on))
 
 
-def all_plans(given: Problem) -> list[Plan]:
+def all_plans(given: SearchProblem) -> list[Plan]:
     names = list(given.actions)
     found = []
     for chosen in itertools.product(names, repeat=len(given.blocks)):
@@ -120,7 +120,7 @@ def test_with_little_memory_the_no_block_is_recomputed_where_a_drive_hides() -> 
 def test_a_drive_too_slow_for_all_is_mixed_with_recomputation() -> None:
     [found, *_] = search(problem(12, rate=30.0), Limits(device=600), exact=0)
     [recomputed, *_] = search(
-        Problem([blocks(12)], one_after_the_other(), Machine(), actions_for(Machine())),
+        SearchProblem([blocks(12)], one_after_the_other(), Machine(), actions_for(Machine())),
         Limits(device=600),
     )
     assert found.count("ssd") > 0
@@ -141,7 +141,7 @@ def test_a_write_budget_is_kept_to() -> None:
 def test_the_first_tier_is_filled_up_to_its_capacity() -> None:
     tiers = (Tier("host", 500.0, 500.0, capacity=250), Tier("ssd", 30.0, 30.0))
     on = Machine(tiers, Link(500.0, 500.0), window=200, in_flight=200, prefetch=200)
-    given = Problem([blocks(12)], one_after_the_other(), on, actions_for(on))
+    given = SearchProblem([blocks(12)], one_after_the_other(), on, actions_for(on))
     [found, *_] = search(given, Limits(device=600), exact=0)
     assert 0 < found.timeline.tier_peak["host"] <= 250
     assert found.written > 0
@@ -151,7 +151,7 @@ def test_nothing_lossy_is_chosen_unless_it_is_given() -> None:
     on = Machine()
     codec = Choice(ratio=0.25, encode=0.01, decode=0.01)
     assert "compress" not in actions_for(on)
-    given = Problem([blocks(8)], one_after_the_other(), on, actions_for(on, compress=codec))
+    given = SearchProblem([blocks(8)], one_after_the_other(), on, actions_for(on, compress=codec))
     [found, *_] = search(given, Limits(device=500), exact=0)
     assert found.count("compress") > 0
 
@@ -195,7 +195,7 @@ def test_ninety_six_layers_take_a_bounded_number_of_simulations(monkeypatch: pyt
         next(calls)
         return simulate(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("ssdtrain.planner.search.simulate", counted)
+    monkeypatch.setattr("ssdtrain.planner.plans.simulate", counted)
     [found, *_] = search(problem(96, rate=30.0), Limits(device=2500))
     assert found.peak <= 2500
     assert next(calls) < 3500

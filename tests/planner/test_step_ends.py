@@ -11,13 +11,13 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import ssdtrain
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.runtime import Runtime
 from tests.planner.test_auto import config, make_model, stepping_in_backward
 
 
-def controller_of(runtime: Runtime) -> AdaptiveOffload:
-    (found,) = [one for one in runtime.features if isinstance(one, AdaptiveOffload)]
+def controller_of(runtime: Runtime) -> PlanController:
+    (found,) = [one for one in runtime.features if isinstance(one, PlanController)]
     return found
 
 
@@ -27,17 +27,25 @@ def test_an_evaluation_with_gradients_is_no_step_that_stalls_are_judged_by(
     model = make_model()
     with ssdtrain.attach(model, config(tmp_path)) as runtime:
         controller = controller_of(runtime)
-        judged: list[float] = []
-        monkeypatch.setattr(controller, "_watch", lambda latest, fresh, seconds: judged.append(seconds))
+        judged: list[bool] = []
+        stalled = controller.subject.stalled
+
+        def judge(fresh: bool, total: float) -> float | None:
+            found = stalled(fresh, total)
+            judged.append(found is not None)
+            return found
+
+        monkeypatch.setattr(controller.subject, "stalled", judge)
+        monkeypatch.setattr(controller.subject, "due", str)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        controller._replan_reason = ""
+        controller._reason = ""
         for step in range(6):
             model(torch.randn(512, 64)).square().sum().backward()
             if step == 3:
                 model(torch.randn(512, 64)).sum()  # its backward never comes
             optimizer.step()
-            controller._replan_reason = ""
-    assert [seconds > 0 for seconds in judged] == [True, True, True, False, True]
+            controller._reason = ""
+    assert judged == [True, True, True, False, True]
 
 
 class Reentrant(nn.Module):
@@ -64,13 +72,14 @@ def test_an_optimizer_inside_of_a_reentrant_backward_ends_each_step_once(
         updated, ends = [], []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: updated.append(1))
-        take = controller._recorder.take
+        assert runtime.engine is not None
+        take = runtime.engine.recorder.take
 
         def taken(user: str = "plan") -> Any:
             ends.append(len(updated))
             return take(user)
 
-        monkeypatch.setattr(controller._recorder, "take", taken)
+        monkeypatch.setattr(runtime.engine.recorder, "take", taken)
         for step in range(8):
             x = torch.randn(512, 64, generator=torch.Generator().manual_seed(step)).requires_grad_()
             for one in (model, plain):

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ssdtrain.planner.step import (
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import (
     KEEP,
     RECOMPUTE,
     Block,
@@ -19,7 +20,6 @@ from ssdtrain.planner.step import (
     one_after_the_other,
     one_forward_one_backward,
 )
-from ssdtrain.planner.timeline import simulate
 
 SSD = Choice("ssd")
 

@@ -9,17 +9,17 @@ from typing import Any
 import pytest
 from torch.profiler import ProfilerActivity, profile
 
-from ssdtrain.planner.choose import choose_offloads
-from ssdtrain.planner.plans import Limits, NoPlan, Problem, actions_for
+from ssdtrain.planner.model.types import Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import Block, Machine, Tier, one_after_the_other
+from tests.planner.offloads import choose_offloads
 
 BLOCKS = [Block(f"block {number}", 0.01, 0.02, 100, recompute=0.01, inputs=10) for number in range(8)]
 MACHINE = Machine((Tier("ssd", 1e4, 1e4),))
 
 
-def problem() -> Problem:
-    return Problem([BLOCKS], one_after_the_other(), MACHINE, actions_for(MACHINE))
+def problem() -> SearchProblem:
+    return SearchProblem([BLOCKS], one_after_the_other(), MACHINE, actions_for(MACHINE))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from torch import nn
 
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.features import Step
-from ssdtrain.planner.wear import WearLimit
+from ssdtrain.planner.derating import WearLimit
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Rating, StoreMetrics, TierMetrics
 

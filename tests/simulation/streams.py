@@ -10,7 +10,7 @@ import torch
 
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from tests.support.simulated.device import Stream
 from tests.support.simulated.training import LAUNCH, Machine
 

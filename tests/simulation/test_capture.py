@@ -11,8 +11,8 @@ import torch
 
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.region import Kept
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.region import Kept
+from ssdtrain.offload.tensors.tape import Tape
 from tests.simulation.conftest import until_closed
 from tests.support.simulated.training import Machine
 

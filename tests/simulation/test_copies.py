@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ssdtrain.offload import engine as engine_module
-from ssdtrain.offload.transfer_state import State
+from ssdtrain.offload.transfer.state import State
 from tests.simulation.streams import SIZE, MiB, Streams
 from tests.support.simulated.device import SimulatedEvent
 from tests.support.simulated.drive import SimulatedOperation

@@ -16,12 +16,12 @@ import torch
 
 from benchmarks.simulated_device import GB, Load, measure, uniform
 from ssdtrain.config import load_config
-from ssdtrain.offload.buffers import Buffers
 from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.hooks import SavedTensorRecorder
-from ssdtrain.offload.limits import TransferLimits
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.pacing.limits import TransferLimits
+from ssdtrain.offload.tensors.tape import Tape
+from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.runtime import Runtime
 from tests.support.simulated.training import (
     LayerTimes,

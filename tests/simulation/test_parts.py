@@ -75,12 +75,13 @@ def test_the_predicted_peak_is_the_measured_one(layers: int, drive: float) -> No
     """Where staging memory is full, a store begins late, and its tensor leaves when it would have all the same."""
     with AutoRun(coarse(layers, drive), memory=MEMORY) as run:
         found = [run.step() for _ in range(5)][-1]
-        shares = {action.part for action in run._controller._policy.plans[0] if action != KEEP}
+        shares = {action.part for action in run.regions.policy.plans[0] if action != KEEP}
         assert any(share < 1 for share in shares)
         assert found.peak_over_keep == pytest.approx(run.predicted_peak_over_keep, abs=1e-6)
-        chosen, profile = run._controller.chosen, run._controller._planned_profile
-        assert chosen is not None and profile is not None
-        table = decision_table(profile, chosen, Outcome(0, 0, 1.0, 0.0, {}))
+        controller = run.controller
+        assert controller.plan is not None and controller.problem is not None
+        outcome = Outcome(0, 0, 1.0, 0.0, {})
+        table = decision_table([0], controller.problem, controller.plan, controller.kept, outcome)
         assert any(f"{share:.0%} offloaded" in table for share in shares)
 
 
@@ -95,5 +96,5 @@ def test_slow_copies_and_fine_regions_leave_whole() -> None:
             with AutoRun(load, memory=known) as run:
                 for _ in range(4):
                     run.step()
-                plans.append(run._controller._policy.plans)
+                plans.append(run.regions.policy.plans)
         assert plans[0] == plans[1]

@@ -10,7 +10,7 @@ import pytest
 
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.transfer_state import TransferState
+from ssdtrain.offload.transfer.state import TransferState
 from ssdtrain.storage import StoreMetrics
 from ssdtrain.storage.slot import Slot
 from tests.simulation.conftest import random_layers

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.simulated_device import GB, LOADS, Load, fused, gpt, measure, uniform
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.staged import StagedTransfer
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
+from ssdtrain.offload.transfer.staged import StagedTransfer
 from tests.simulation.conftest import random_layers
 from tests.support.simulated.device import SimulatedDevice
 from tests.support.simulated.training import (

@@ -7,7 +7,7 @@ import gc
 
 import torch
 
-from ssdtrain.offload.targets import LoadTargets
+from ssdtrain.offload.transfer.targets import LoadTargets
 from tests.support.simulated.device import SimulatedDevice, Stream
 from tests.support.simulated.timeline import Timeline
 

@@ -14,8 +14,16 @@ import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults
+from tests.support.processes import DEVICE
 
 Attach = Callable[..., Runtime]
+
+
+@pytest.fixture(autouse=True)
+def on_the_device() -> Iterator[None]:
+    """Models and tensors of these tests are made on `DEVICE`."""
+    with torch.device(DEVICE):
+        yield
 
 
 @pytest.fixture
@@ -41,7 +49,8 @@ def attach(tmp_path: Path) -> Iterator[Attach]:
         if faults is None and staged is None:
             runtime = ssdtrain.attach(model, config, optimizer=optimizer)
         else:
-            runtime = Runtime(load_config(config), seams=Seams(faults, staged), chunked_state=True)
+            device = next(model.parameters()).device
+            runtime = Runtime(load_config(config), device, seams=Seams(faults, staged), chunked_state=True)
             runtime.state.optimizer = optimizer
             runtime.register(model)
         made.append(runtime)

@@ -14,7 +14,7 @@ from ssdtrain.state.chunk import Where
 from ssdtrain.state.hooks import _tensors_in
 from ssdtrain.state.stored import StoredTensor
 from tests.state.conftest import Attach
-from tests.state.training import Block, Model, Recipe, adamw, batches, loss_of, make_model, run, same
+from tests.state.training import Block, Model, Recipe, adamw, batches, chunked, loss_of, make_model, run, same
 
 Write = Callable[[torch.Tensor], Any]
 
@@ -62,9 +62,7 @@ def give_other_data(tensor: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("written", [*WRITES.values(), give_other_data], ids=[*WRITES, "other data"])
 def test_a_state_dict_replaces_what_was_written_while_away(written: Write, attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    attach(model, optimizer)
+    model, optimizer, _ = chunked(attach)
     run(Recipe(steps=1), model, optimizer)
     saved = dict(model.state_dict())
 
@@ -86,8 +84,7 @@ def test_a_state_dict_replaces_what_was_written_while_away(written: Write, attac
 
 
 def test_other_data_while_its_store_is_in_flight(attach: Attach, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make_model()
-    runtime = attach(model, adamw(model.parameters()))
+    model, _, runtime = chunked(attach)
     residency = runtime.state._residency
     chunk = residency.chunks[-1]
     residency.load(chunk, chunk.values)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, adamw, make_model, run, same
+from tests.state.training import Recipe, adamw, chunked, make_model, run, same
 
 
 def whole_run() -> tuple[Any, Any, Any]:
@@ -25,9 +25,7 @@ def test_a_resumed_run_goes_on_to_the_bit(
     loads: str, resumed_with: str, attach: Attach, tmp_path: Path
 ) -> None:
     losses, parameters, state = whole_run()
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    attach(model, optimizer)
+    model, optimizer, _ = chunked(attach)
     seen = run(Recipe(steps=3), model, optimizer)
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
     del model, optimizer
@@ -53,9 +51,7 @@ def test_a_resumed_run_goes_on_to_the_bit(
 
 
 def test_a_state_dict_holds_what_it_was_when_training_goes_on(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    attach(model, optimizer)
+    model, optimizer, _ = chunked(attach)
     run(Recipe(steps=1), model, optimizer)
     found = dict(model.state_dict())
     kept = {name: value.clone() for name, value in found.items()}
@@ -67,9 +63,7 @@ def test_a_state_dict_holds_what_it_was_when_training_goes_on(attach: Attach) ->
 
 
 def test_a_part_of_a_state_dict_is_loaded(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    attach(model, optimizer)
+    model, _, _ = chunked(attach)
     before = dict(model.state_dict())
     ones = torch.ones_like(before["layers.3.up.weight"])
     missing, _ = model.load_state_dict({"layers.3.up.weight": ones}, strict=False)

@@ -18,7 +18,7 @@ from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, adamw, batches, loss_of, make_model, run
+from tests.state.training import Recipe, adamw, batches, chunked, loss_of, make_model, run
 
 
 def refused(tmp_path: Path, model: nn.Module, optimizer: Any, **options: Any) -> str:
@@ -94,9 +94,7 @@ def test_a_failing_drive_is_an_error(kind: str, staged: bool, attach: Attach) ->
 
 
 def test_a_failed_read_leaves_nan_and_never_data(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    runtime = attach(model, optimizer, faults=Faults(fail_reads=frozenset(range(4000))))
+    model, _, runtime = chunked(attach, faults=Faults(fail_reads=frozenset(range(4000))))
     with pytest.raises(IOFailure):
         loss_of(model, batches(1)[0])
     assert model.layers[0].up.weight.isnan().all()
@@ -105,9 +103,7 @@ def test_a_failed_read_leaves_nan_and_never_data(attach: Attach) -> None:
 
 
 def test_values_that_are_away_are_nan_and_not_changed(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    runtime = attach(model, optimizer)
+    model, optimizer, runtime = chunked(attach)
     weight = model.layers[5].up.weight
     assert weight.isnan().all() and weight.shape == (128, 32)
     with pytest.raises(RuntimeError, match="single memory location"), torch.no_grad():

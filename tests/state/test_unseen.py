@@ -22,7 +22,7 @@ from ssdtrain.state.stored import StoredTensor, checksum
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, adamw, batches, loss_of, make_model, plain, run, same
+from tests.state.training import Recipe, adamw, batches, chunked, loss_of, make_model, plain, run, same
 
 
 class Counting(torch.optim.SGD):
@@ -238,9 +238,7 @@ def test_optimizer_state_that_stays_counts_with_a_warning(
 
 
 def test_modules_in_blocks_have_state_dicts(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    attach(model, optimizer)
+    model, _, _ = chunked(attach)
     whole = dict(model.state_dict())
     assert not any(value.isnan().any() for value in whole.values())
     for name in ("layers.5.up", "layers.6"):
@@ -253,9 +251,7 @@ def test_modules_in_blocks_have_state_dicts(attach: Attach) -> None:
 
 
 def test_an_optimizer_is_not_copied_as_an_object(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    runtime = attach(model, optimizer)
+    _, optimizer, runtime = chunked(attach)
     for copied in (copy.deepcopy, copy.copy, pickle.dumps):
         with pytest.raises(RuntimeError, match=r"cannot be copied or saved.*state_dict"):
             copied(optimizer)
@@ -277,9 +273,7 @@ def test_the_runtime_need_not_be_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("call", [1, 3])
 def test_a_failed_load_of_optimizer_state(call: int, attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    attach(model, optimizer)
+    model, optimizer, _ = chunked(attach)
     run(Recipe(steps=1), model, optimizer)
     good = optimizer.state_dict()
     calls = []
@@ -307,8 +301,7 @@ def test_a_failed_load_of_optimizer_state(call: int, attach: Attach) -> None:
 
 
 def test_create_graph_is_refused(attach: Attach) -> None:
-    model = make_model()
-    attach(model, adamw(model.parameters()))
+    model, _, _ = chunked(attach)
     with pytest.raises(RuntimeError, match=r"create_graph=True meets layers\.7.*section state"):
         loss_of(model, batches(1)[0]).backward(create_graph=True)
 
@@ -360,9 +353,7 @@ def test_a_gradient_that_shares_its_memory(staged: bool, attach: Attach) -> None
 
 
 def test_state_dicts_after_a_failed_write(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    attach(model, optimizer, faults=Faults(fail_writes=frozenset(range(150, 4000))))
+    model, optimizer, _ = chunked(attach, faults=Faults(fail_writes=frozenset(range(150, 4000))))
     with pytest.raises(IOFailure):
         run(Recipe(steps=5), model, optimizer)
     for _ in range(2):
@@ -372,9 +363,7 @@ def test_state_dicts_after_a_failed_write(attach: Attach) -> None:
 
 
 def test_a_forward_that_is_interrupted(attach: Attach) -> None:
-    model = make_model()
-    optimizer = adamw(model.parameters())
-    runtime = attach(model, optimizer)
+    model, optimizer, runtime = chunked(attach)
 
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt

@@ -64,11 +64,17 @@ def make_model(**options: Any) -> Model:
 
 
 def batches(count: int, rows: int = 4) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(VOCABULARY, (rows, 9), generator=generator) for _ in range(count)]
+    generator = torch.Generator("cpu").manual_seed(1)
+    return [torch.randint(VOCABULARY, (rows, 9), generator=generator, device="cpu") for _ in range(count)]
+
+
+def device_of(model: nn.Module) -> torch.device:
+    return next(model.parameters()).device
 
 
 def loss_of(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """Of a batch in host memory, on the model's device."""
+    batch = batch.to(device_of(model))
     logits = model(batch[:, :-1])
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
@@ -100,7 +106,7 @@ def run(
     data = batches((first + recipe.steps) * recipe.microbatches)[first * recipe.microbatches :]
     for step in range(recipe.steps):
         for batch in data[step * recipe.microbatches : (step + 1) * recipe.microbatches]:
-            with torch.autocast("cpu", torch.bfloat16, enabled=recipe.autocast):
+            with torch.autocast(device_of(model).type, torch.bfloat16, enabled=recipe.autocast):
                 loss = loss_of(model, batch)
             loss.backward()
             seen.append(loss.item())
@@ -120,6 +126,13 @@ def run(
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def chunked(attach: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+    """A model whose chunks come and go, its optimizer and the runtime."""
+    model = make_model()
+    optimizer = adamw(model.parameters())
+    return model, optimizer, attach(model, optimizer, **options)
 
 
 def plain(recipe: Recipe) -> tuple[list[float], dict[str, torch.Tensor], dict[str, Any]]:

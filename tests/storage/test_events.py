@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ssdtrain.storage import Arena, IOCancelled, IOFailure, SpillStore
-from ssdtrain.storage.pieces import WRITE
+from ssdtrain.storage.pieces import WRITE, Request
 from ssdtrain.storage.pool import ErrorMaker
-from ssdtrain.storage.python_engine import NOT_READY, RELAXED_CAPTURE, PythonPool
+from ssdtrain.storage.python_engine import EVENT_NOT_READY, RELAXED_CAPTURE, PythonPool
 from tests.storage.conftest import blank, contents, filled, payload
 from tests.support.filesystems import eventually
 
@@ -44,7 +44,7 @@ class Events:
             self.before(event)
             if not self.queried or self.queried[-1] != event:
                 self.queried.append(event)
-            return 0 if event in self.passed else NOT_READY
+            return 0 if event in self.passed else EVENT_NOT_READY
 
         self._query = query
         self.address = address_of(query)
@@ -235,7 +235,7 @@ def test_close_does_not_wait_longer_than_it_may_for_a_query_that_hangs(
             make_transfer=None if host_memory else lambda: lambda operation, piece: 0,
             event_query=events.address,
         )
-        write = pool.submit(WRITE, source.address, 4096, 0, [0, 0, 4096], event=1)
+        write = pool.submit(*Request(WRITE, source.address, 4096, 0, [0, 0, 4096], event=1))
         assert eventually(lambda: bool(events.threads))
         assert not pool.close_within(0.05)
         gate.set()

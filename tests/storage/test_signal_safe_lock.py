@@ -90,6 +90,7 @@ def test_a_signal_that_came_just_before_is_heard_before_anything_is_locked(lock:
     with pytest.raises(Heard):
         entered.extend(map(functools.partial.__call__, [send, enter]))
     assert lock.acquire(blocking=False)
+    lock.release()
 
 
 def test_an_exception_inside_goes_on_and_the_signal_is_heard_after_it(lock: SignalSafeLock) -> None:

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -55,6 +55,8 @@ class KvikioStandIn:
     """"read", "write": these raise, as kvikio does."""
     garbles: bool = False
     """Reads bring other bytes."""
+    host_address: Callable[[int], int] = int
+    """Where the host finds the bytes of an address."""
     written: int = 0
     read: int = 0
     streams: set[int] = field(default_factory=set)
@@ -66,7 +68,7 @@ class _Future:
         self, stand_in: KvikioStandIn, fd: int, address: int, size: int, offset: int, kind: str
     ) -> None:
         self._stand_in, self._fd, self._kind = stand_in, fd, kind
-        self._address, self._size, self._offset = address, size, offset
+        self._address, self._size, self._offset = stand_in.host_address(address), size, offset
 
     def check_bytes_done(self) -> int:
         stand_in = self._stand_in

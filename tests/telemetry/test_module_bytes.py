@@ -14,7 +14,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import load_config
-from ssdtrain.offload.module_tally import ModuleTally
+from ssdtrain.offload.checks.module_tally import ModuleTally
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.module_bytes import ModuleBytes
 from ssdtrain.tools.report.run import JournaledRun

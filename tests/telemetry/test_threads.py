@@ -16,7 +16,7 @@ from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.config import load_config
 from ssdtrain.offload import engine, feature, metrics
 from ssdtrain.offload.metrics import OffloadMetrics
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.profile import modules, passes, time_spans
 from ssdtrain.profile.time_spans import Spans
 from ssdtrain.runtime import Runtime

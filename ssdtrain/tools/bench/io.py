@@ -26,7 +26,7 @@ __all__ = ["DEPTH", "NO_FIO", "PoolBench", "fio_command", "measure_io", "run_fio
 DEPTH = 8
 """Transfers under way, of the pool and of fio."""
 
-HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+FIO_HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """fio allocates by malloc; this makes glibc ask for huge pages, as the arena does. fio itself knows hugetlbfs only."""
 
 NO_FIO = "fio is not installed, so there is nothing to compare with: apt install fio, or dnf install fio"
@@ -133,7 +133,7 @@ def run_fio(file: Path, size: int, direction: str, *, direct: bool = True) -> tu
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, **HUGE_PAGES},
+        env={**os.environ, **FIO_HUGE_PAGES},
     )
     job = json.loads(done.stdout)["jobs"][0]
     seconds = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000

@@ -13,8 +13,7 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import Config
 from ssdtrain.offload.policy import KEEP, Action, ForwardProfile, SavedTensorInfo
-from ssdtrain.planner.auto import AutoPlan
-from ssdtrain.planner.controller import AdaptiveOffload
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.runtime import Runtime
 from ssdtrain.tools.bench.ratios import interval
 
@@ -105,12 +104,8 @@ def measure_script(
 
 def _planned(runtime: Runtime) -> bool:
     """What plans from the first steps has done so, or nothing does."""
-    plans = [
-        one.plan if isinstance(one, AutoPlan) else one.chosen
-        for one in runtime.features
-        if isinstance(one, (AutoPlan, AdaptiveOffload))
-    ]
-    return None not in plans
+    controllers = (one for one in runtime.features if isinstance(one, PlanController))
+    return all(one.plan is not None for one in controllers)
 
 
 class _KeepAll:

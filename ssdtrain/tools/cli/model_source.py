@@ -15,7 +15,7 @@ from ssdtrain.config.similar import closest
 
 __all__ = ["ON_FAKE_TENSORS", "checked", "factory", "from_config", "is_config"]
 
-Build = Callable[[int], Any]
+BuildModel = Callable[[int], Any]
 """Takes a number of sequences; returns the model, and a function without arguments that runs its forward and returns the loss."""
 
 RETURNS = "(model, step), where step takes no arguments, runs the model's forward and returns the loss"
@@ -32,7 +32,7 @@ def is_config(name: str) -> bool:
     return name.endswith(".json")
 
 
-def factory(name: str) -> Build:
+def factory(name: str) -> BuildModel:
     """The function that `module:function` or `file.py:function` names; modules of the working directory are found.
 
     Raises:
@@ -55,7 +55,7 @@ def factory(name: str) -> Build:
         raise ValueError(f'is named "{name}", and {module} has no {function}{hint}')
     if not callable(build):
         raise ValueError(f'is named "{name}", which is not a function; allowed: one that returns {RETURNS}')
-    made: Build = build
+    made: BuildModel = build
     return made
 
 
@@ -90,7 +90,7 @@ def _file(file: Path, name: str) -> ModuleType:
     return module
 
 
-def from_config(file: Path, sequence: int) -> Build:
+def from_config(file: Path, sequence: int) -> BuildModel:
     """Builds the model that a `config.json` of the transformers library describes, and a step on tokens and labels.
 
     The class is the first of its "architectures", else a causal language model; weights are bfloat16.
@@ -145,7 +145,7 @@ def from_config(file: Path, sequence: int) -> Build:
     return build
 
 
-def checked(build: Build, name: str) -> Build:
+def checked(build: BuildModel, name: str) -> BuildModel:
     """`build`, whose errors under fake tensors say what to change, and so those of the step that it returns.
 
     Raises:

@@ -9,10 +9,9 @@ from functools import cached_property
 from operator import attrgetter
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem, actions_for
+from ssdtrain.planner.model.types import StepTimeline, one_forward_one_backward
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, actions_for, kept_step
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import StepTimeline, one_forward_one_backward
-from ssdtrain.planner.timeline import kept_step
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
 
@@ -36,7 +35,7 @@ class Stage:
     """
 
     last: bool
-    problem: Problem
+    problem: SearchProblem
     plans: list[Plan]
     alive: int
     simulated: int
@@ -197,12 +196,12 @@ def simulated_microbatches(job: ClusterJob, microbatch: int, last: bool) -> tupl
     return alive, min(count, alive + 2)
 
 
-def problem_of(job: ClusterJob, microbatch: int, place: StatePlacement) -> tuple[Problem, int]:
+def problem_of(job: ClusterJob, microbatch: int, place: StatePlacement) -> tuple[SearchProblem, int]:
     """What is searched for a pipeline stage whose model state is there, and bytes for activations on the device."""
     plain = job.blocks(microbatch, place.last)
     alive, simulated = simulated_microbatches(job, microbatch, place.last)
     machine = job.machine(max(block.saved for block in plain), place.away, place.buffers)
-    problem = Problem(
+    problem = SearchProblem(
         [place.blocks(plain, job.microbatches(microbatch))],
         one_forward_one_backward(simulated, alive),
         machine,
@@ -250,7 +249,7 @@ class _Candidate:
 
     microbatch: int
     place: StatePlacement
-    problem: Problem
+    problem: SearchProblem
     budget: int
     kept: float
 

@@ -13,7 +13,7 @@ from typing import Literal
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB
-from ssdtrain.planner.step import Block, Link, Machine, Tier
+from ssdtrain.planner.model.types import Block, Link, Machine, Tier
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
 from ssdtrain.tools.whatif.models import BlockKind, ParallelLayout, Transformer, model_state_bytes
 

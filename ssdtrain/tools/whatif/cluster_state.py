@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
-from ssdtrain.planner.step import Block
+from ssdtrain.planner.model.types import Block
 from ssdtrain.state.plan import CHUNK_BUFFERS, plan_state
 from ssdtrain.tools.whatif.cluster_job import OPTIMIZER_TRAFFIC, ClusterJob
 

@@ -16,9 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
-from ssdtrain.planner.plans import Limits, NoPlan, Plan, Problem, actions_for
+from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
+from ssdtrain.planner.plans import Limits, NoPlan, Plan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.planner.step import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.profile.blocks import Step, count_blocks, find_blocks
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, Gpu, Ssds
 
@@ -120,7 +120,7 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
         blocks = _scaled(once, twice, size / batch)
         machine = hardware.machine(max(block.saved for block in blocks))
         rest = frozenset({len(blocks) - 1})
-        problem = Problem([blocks], one_after_the_other(), machine, actions_for(machine), rest)
+        problem = SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), rest)
         try:
             return search(problem, Limits(budget))[0]
         except NoPlan:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ssdtrain.planner.step import Block
+from ssdtrain.planner.model.types import Block
 from ssdtrain.text import YEAR_SECONDS, duration_text
 from ssdtrain.tools.whatif.cluster import ClusterPlan, Stage
 from ssdtrain.tools.whatif.cluster_job import ClusterJob

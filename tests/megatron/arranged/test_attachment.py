@@ -331,7 +331,6 @@ EXCLUDED = [
     ("recompute_granularity", "full", "--recompute-granularity"),
     ("num_moe_experts", 4, "--num-experts"),
     ("fp8", "e4m3", "--fp8-format"),
-    ("context_parallel_size", 2, "--context-parallel-size"),
 ]
 
 

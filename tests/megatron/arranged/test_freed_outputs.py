@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 import ssdtrain
 from ssdtrain.integration.patching import Patches
-from ssdtrain.offload.eligible import Eligibility
+from ssdtrain.offload.tensors.eligible import Eligibility
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.identity import read_inputs_once
 from tests.megatron import training
@@ -160,7 +160,7 @@ def test_inputs_are_read_once_and_let_go(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_the_function_whose_outputs_are_freed_is_known_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert random.CheckpointWithoutOutputFunction.__name__ + "Backward" == _compat.FREED_FUNCTION
+    assert random.CheckpointWithoutOutputFunction.__name__ + "Backward" == _compat.FREEING_FUNCTION
     monkeypatch.delattr(random, "CheckpointWithoutOutputFunction")
     with pytest.raises(ImportError, match="CheckpointWithoutOutputFunction"):
         _compat.check()

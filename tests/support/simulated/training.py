@@ -16,7 +16,7 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, OffloadPolicy
-from ssdtrain.offload.tape import Tape
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.storage import SpillStore
 from tests.support.simulated.device import Interval, SimulatedDevice
 from tests.support.simulated.drive import Channel, SimulatedPool

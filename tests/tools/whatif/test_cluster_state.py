@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, Problem
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step
 from ssdtrain.planner.search import search
-from ssdtrain.planner.timeline import kept_step
 from ssdtrain.tools.whatif import cluster
 from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, problem_of
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
@@ -183,7 +182,7 @@ def test_what_is_compared_is_searched_briefly_and_what_is_chosen_in_full(
 
 
 def test_where_brief_searches_find_no_plan_there_are_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(problem: Problem, limits: Limits, *given: Any, effort: float, **named: Any) -> list[Plan]:
+    def late(problem: SearchProblem, limits: Limits, *given: Any, effort: float, **named: Any) -> list[Plan]:
         return search(problem, limits if effort == 1 else Limits(1), *given, effort=effort, **named)
 
     monkeypatch.setattr(cluster, "search", late)

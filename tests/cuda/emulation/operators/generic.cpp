@@ -197,8 +197,11 @@ void run_operator(const OperatorHandle& op, Stack* stack) {
       if (!tensor.defined() || tensor.is_cuda()) return bytes_of(tensor);
       TORCH_CHECK(tensor.dim() == 0 || tensor.numel() == 0 || schema.indexes,
                   "Expected all tensors to be on the same device, but found at least two devices, ", *device, " and cpu! (", schema.name, ")");
-      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;  // nobody else has it
-      return tensor.clone();
+      // A copy, also of a number: what Python has made, the stream's thread must not let go of. It would wait for the GIL, whose holder may
+      // wait for the stream.
+      Tensor copy = tensor.clone();
+      if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) copy.unsafeGetTensorImpl()->set_wrapped_number(true);
+      return copy;
     });
   };
   std::vector<IValue> inputs;

@@ -1,0 +1,266 @@
+"""How many bytes of stores may be under way, on the device and beyond it, from the sizes of what forwards have saved.
+
+Note: [Two budgets]
+A store takes device memory until its copy has left the device, and staging memory until its write has ended. The first is the
+device limit (`Departures.limit`), the second `offload.in_flight`. Both are sized by operators, since what an operator saves
+arrives at once: two of them let the next one be copied while the last one is written.
+
+Staging memory is pinned when the arena is made, so a limit below half of the arena (the other half is for loads) frees no
+memory, and only makes the host wait. Where `offload.buffer` is not given, the arena grows until each half holds two operators,
+and at least the largest tensor. The size of an operator is that of the second largest of a forward: a single outlier, such as
+the logits of a large vocabulary, passes through and does not pin four times its size.
+
+To pin memory takes seconds and may wait for the device, where a collective or a send may wait for another rank of a pipeline. So
+the arena grows between steps, when no forward or backward is under way; in a forward only for a tensor larger than all of it,
+which would stay on the device otherwise. The engine's lock is not held meanwhile: other threads go on.
+
+On the CPU, and with GPUDirect Storage, tensors are written from their own memory: the limit is then a part of the peak.
+
+Note: [Departure in order]
+On a CPU a tensor is in memory until its write has ended. So that the peak of a plan does not depend on when that is, a tensor
+leaves when a later store needs its room among the bytes in flight, and not before; training waits there if the write still runs.
+What is left of a forward when its backward begins stays in memory, and is not read back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+from ssdtrain.config.units import MiB
+from ssdtrain.offload.options import EngineOptions
+from ssdtrain.offload.tensors.region import Region
+from ssdtrain.offload.tensors.tape import Tape
+from ssdtrain.offload.transfer.state import State
+from ssdtrain.storage import Operation, signals_deferred
+
+if TYPE_CHECKING:
+    from ssdtrain.offload.transfer.mover import Mover
+
+__all__ = ["Departures", "StoresInFlight", "TransferLimits"]
+
+DEVICE_SHARE = 1 / 16
+"""Share of what a forward saves that may be on a GPU while it is copied off it, and again while it comes back."""
+
+IN_PLACE = 256 * MiB
+"""Default of `offload.in_flight` where tensors are written from their own memory."""
+
+
+class TransferLimits:
+    """Sets the limits of a mover, and the size of its arena. Called with the engine's lock held, `grow` without it.
+
+    Args:
+        mover: whose limits are set. See Note: [Two budgets].
+        options: `in_flight`, which is left as it is where it is given.
+    """
+
+    def __init__(self, mover: Mover, options: EngineOptions) -> None:
+        self._mover = mover
+        self._options = options
+        self._buffers = mover.transfer.buffers
+        self._largest_operator = 0
+        self._usual_operator = 0  # the largest that is the second largest of its forward
+        self._largest_tape = 0
+        self._wanted = 0  # bytes that the arena should have
+        self._missing = 0  # bytes that it is to have now: see `grow`
+        self._growing = threading.Lock()  # one thread at a time makes an arena
+        self._set_in_flight()
+
+    def saw(self, tape: Tape, operator_bytes: int, largest: int) -> None:
+        """An operator of `tape` has ended, which saved `operator_bytes` that are stored, `largest` in one tensor."""
+        if operator_bytes <= tape.second_operator and tape.nbytes <= self._largest_tape:
+            return
+        if operator_bytes > tape.second_operator:
+            first = max(tape.largest_operator, operator_bytes)
+            tape.second_operator = min(tape.largest_operator, operator_bytes)
+            tape.largest_operator = first
+        self._largest_operator = max(self._largest_operator, operator_bytes)
+        self._largest_tape = max(self._largest_tape, tape.nbytes)
+        self._mover.departures.limit = max(2 * self._largest_operator, int(DEVICE_SHARE * self._largest_tape))
+        self._usual_operator = max(self._usual_operator, tape.second_operator)
+        self._wanted = max(4 * self._usual_operator, largest)
+        if largest > self._buffers.capacity:
+            self._missing = max(self._missing, largest)
+        self._set_in_flight()
+
+    def between_steps(self) -> None:
+        """No forward or backward is under way: `grow` makes the arena that those so far needed."""
+        self._buffers.close_unused()
+        if self._wanted > self._buffers.capacity:
+            self._missing = max(self._missing, self._wanted)
+
+    def grow(self, lock: AbstractContextManager[object]) -> None:
+        """Make a larger arena where one is needed now. Called without the engine's lock, which is `lock`."""
+        if not self._missing:
+            return
+        with self._growing:
+            with lock:
+                wanted, self._missing = self._missing, 0
+                limit = self._options.buffer_limit or 0  # a fixed size does not grow
+                nbytes = self._buffers.missing(wanted, limit) if wanted > self._buffers.capacity else 0
+            if not nbytes:
+                return
+            with signals_deferred():  # else nobody has an arena that was made
+                arena = self._buffers.pin(nbytes, self._options.buffer_room)
+                if arena is not None:
+                    with lock:
+                        self._buffers.adopt(arena)
+                        self._set_in_flight()
+
+    def _set_in_flight(self) -> None:
+        if self._options.in_flight is not None:
+            self._mover.stores.allowed = self._options.in_flight
+        elif self._mover.transfer.copies and not self._options.by_cufile:
+            self._mover.stores.allowed = self._buffers.capacity // 2
+        elif self._mover.transfer.copies:
+            self._mover.stores.allowed = max(IN_PLACE, 2 * self._largest_operator)
+        else:
+            self._mover.stores.allowed = IN_PLACE
+
+
+class StoresInFlight(deque[Region]):
+    """Regions being stored, in the order in which their stores began. Called with the engine's lock held, and never waits.
+
+    Args:
+        end: processes the end of the store of a region that has been taken off.
+    """
+
+    def __init__(self, end: Callable[[Region, Operation], None]) -> None:
+        super().__init__()
+        self.nbytes = 0
+        """Bytes of all of them; the mover counts."""
+        self.allowed = 0
+        """Bytes that may be under way, by `TransferLimits`."""
+        self.bound: int | None = None
+        """The same by a plan for a CPU; with it tensors leave in order. See Note: [Departure in order]."""
+        self._end = end
+
+    @property
+    def limit(self) -> int:
+        """Bytes that may be under way."""
+        return self.allowed if self.bound is None else min(self.allowed, self.bound)
+
+    @property
+    def in_order(self) -> bool:
+        """Tensors leave when later stores need their room."""
+        return self.bound is not None
+
+    def admits(self, nbytes: int) -> bool:
+        """True if there is room for one more, which `in_order` the oldest make, where they have ended. A single store always
+        has room."""
+        if self.bound is None:
+            return not self or self.nbytes + nbytes <= self.allowed
+        while self and self.nbytes + nbytes > self.limit:
+            if not self._end_oldest():
+                return False
+        return True
+
+    def oldest(self) -> Operation | None:
+        """Return the operation of the one that began first."""
+        return self[0].transfer.operation if self else None
+
+    def under_way(self) -> int:
+        """Return bytes of those that have not ended."""
+        if not self.in_order:
+            return self.nbytes
+        transfers = (one.transfer for one in self)
+        return sum(
+            one.moved_bytes for one in transfers if one.operation is not None and not one.operation.done()
+        )
+
+    def reap(self) -> None:
+        """Process those that have ended; `in_order` only what backward had, or is about to ask for."""
+        if self.bound is None:  # each hook comes here
+            while self and (operation := self[0].transfer.operation) is not None and operation.done():
+                self._end(self.popleft(), operation)
+            return
+        for region in [
+            one for one in self if one.transfer.keep_resident or one.transfer.state is State.RELEASED
+        ]:
+            operation = region.transfer.operation
+            if operation is not None and operation.done():
+                self.remove(region)
+                self._end(region, operation)
+
+    def _end_oldest(self) -> bool:
+        """False: it is under way."""
+        operation = self.oldest()
+        if operation is None or not operation.done():
+            return False
+        self._end(self.popleft(), operation)
+        return True
+
+
+_STORING = State.STORING
+
+
+class Departures:
+    """The stores whose tensors are still on the device, the oldest first. Called with the engine's lock held.
+
+    Note: [Departure of parts]
+    Tensors that leave whole go when later stores have taken their place on the device. Where tensors are so large that they leave
+    in part, few are stored, and that place may never be taken: those go when so many bytes were saved since, stored or not.
+
+    Args:
+        depart: lets the stream of a region wait for its copy and empties the tensor.
+    """
+
+    def __init__(self, depart: Callable[[Region], None]) -> None:
+        self.limit = 0
+        """Bytes of stores that may still be on the device when the next one begins."""
+        self._depart = depart
+        self._regions: deque[Region] = deque()
+        self._bytes = 0
+        self.parting: list[Region] = []
+        """Regions that leave in part. See Note: [Departure of parts]."""
+
+    def add(self, region: Region, saved: int) -> None:
+        """The store of `region` has begun: let the oldest tensors go until no more than `limit` bytes of them are left. What
+        backward is about to need stays.
+
+        Args:
+            saved: bytes, of all regions so far.
+        """
+        if region.transfer.rest is not None:
+            self.parting.append(region)
+        else:
+            self._add_whole(region)
+        if self.parting:
+            self.advance(saved)
+
+    def advance(self, saved: int) -> None:
+        """So many bytes were saved so far: let regions go that leave in part. See Note: [Departure of parts]."""
+        staying = []
+        for region in self.parting:
+            if _on_its_way(region) and saved - region.transfer.saved_before <= self.limit:
+                staying.append(region)
+            elif _on_its_way(region):
+                self._let_go(region)
+        self.parting = staying
+
+    def _add_whole(self, region: Region) -> None:
+        regions, limit = self._regions, self.limit
+        regions.append(region)
+        self._bytes += region.nbytes
+        while regions:
+            oldest = regions[0]
+            leaves = _on_its_way(oldest)
+            if leaves and self._bytes <= limit:
+                return
+            regions.popleft()
+            self._bytes -= oldest.nbytes
+            if leaves:
+                self._let_go(oldest)
+
+    def _let_go(self, region: Region) -> None:
+        # One whose owner has freed it is seen to when its store ends.
+        if not region.transfer.keep_resident and not region.freed():
+            self._depart(region)
+
+
+def _on_its_way(region: Region) -> bool:
+    """Return True if the bytes are being stored, and still in their tensor."""
+    return region.pointer != 0 and region.transfer.state is _STORING

@@ -1,0 +1,146 @@
+"""Codecs between a region and its tier: fewer bytes on the drive, for time on the device.
+
+Boolean masks are packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named
+a codec. A region that holds other bytes than those of its one tensor is not encoded: see Note: [Codecs and views]. A lossy codec
+changes gradients: what backward gets is then the decoded tensor whenever the region was encoded, also when its store was
+cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for is not encoded.)
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
+from ssdtrain.codecs.base import FLOATS
+from ssdtrain.config import ConfigError, ConfigIssue, OffloadConfig
+from ssdtrain.config.codecs import OFFLOAD_ALLOWED
+from ssdtrain.offload.tensors.geometry import bytes_at, place_of
+from ssdtrain.offload.tensors.region import Region
+from ssdtrain.offload.tensors.sharing import Extent, no_overlap
+
+__all__ = ["Coding", "check_codec"]
+
+MASK = "mask"
+
+
+class Coding:
+    """Chooses the codec of a region, encodes and decodes.
+
+    Args:
+        floats: the codec of floating-point tensors as `make_codec` names it, or None for their plain bytes.
+        rank: of this process; ranks draw independent errors.
+
+    Raises:
+        ValueError: no such codec; the text lists those that exist.
+    """
+
+    def __init__(self, floats: str | None = None, rank: int = 0) -> None:
+        self._floats = make_codec(floats) if floats is not None else None
+        self._masks = make_codec(MASK)
+        self.dtypes = {torch.bool} if self._floats is None else {torch.bool, *FLOATS}
+        """Dtypes of regions that may be encoded where the policy names no codec."""
+        self._rank = rank
+        self._count = 0
+
+    def choose(
+        self, tensor: torch.Tensor, extent: Extent, region: Region, named: str | None = None
+    ) -> Codec | None:
+        """Return the codec for the region that `tensor`, of `extent`, has made, or None: its plain bytes.
+
+        Args:
+            named: by the policy, for floating-point tensors; None: that of the config.
+
+        Raises:
+            ValueError: the policy's does not exist, or cannot encode on this device.
+        """
+        if region.dtype is torch.bool:
+            codec: Codec | None = self._masks
+        elif region.dtype in FLOATS:
+            codec = self._floats if named is None else _made(named, tensor.device.type)
+        else:
+            codec = None
+        if codec is None or extent[2] != region.nbytes:
+            return None
+        return codec if tensor.is_contiguous() or no_overlap(tensor) else None
+
+    def fits(self, region: Region) -> bool:
+        """False if the codec of the region, as it is now, would not give back its bytes: bools that were written as another
+        dtype, with other bytes than 0 and 1. Of device memory this is not asked, since the host would have to wait."""
+        if region.transfer.codec is not self._masks or region.tensor.device.type != "cpu":
+            return True
+        return int(_values(region, region.tensor, region.start).view(torch.uint8).max()) <= 1
+
+    def encode(self, region: Region) -> torch.Tensor:
+        """Return the payload (uint8) of the region's tensor."""
+        codec = region.transfer.codec
+        assert codec is not None
+        values = _values(region, region.tensor, region.start)
+        limit = codec.max_payload_bytes(values.numel(), values.dtype)
+        payload = torch.empty(limit, dtype=torch.uint8, device=values.device)
+        self._count += 1
+        written = codec.encode(
+            values, payload, Key(0, region.tape.microbatch & 0xFFFFFFFF, self._count, self._rank)
+        )
+        return payload[:written].clone() if written < limit // 2 else payload[:written]
+
+    def decode(self, region: Region) -> torch.Tensor:
+        """Return the bytes of the region (uint8) from its payload."""
+        codec, payload = region.transfer.codec, region.transfer.payload
+        assert codec is not None and payload is not None
+        decoded = bytes_at(region.transfer.lead, region.nbytes, payload.device)
+        codec.decode(payload, _values(region, decoded, place_of(decoded)))
+        return decoded
+
+
+@functools.cache
+def _made(name: str, device: str) -> Codec:
+    """Return the codec that a policy names.
+
+    Raises:
+        ValueError: no such codec, or it cannot encode on this device.
+    """
+    codec = make_codec(name)
+    if not _encodes_on(codec, device):
+        raise ValueError(
+            f"an offload policy asks for the codec {name!r}, which encodes in host memory and is not in this version for tensors "
+            f"of a {device} device: use a codec of fixed size, such as int8"
+        )
+    return codec
+
+
+def _encodes_on(codec: Codec, device: str) -> bool:
+    return device == "cpu" or not isinstance(codec, VariableSizeCodec)
+
+
+def _values(region: Region, base: torch.Tensor, start: int) -> torch.Tensor:
+    """Return the region in `base`'s storage as a vector of its dtype."""
+    values = torch.empty(0, dtype=region.dtype, device=base.device)
+    count = region.nbytes // region.dtype.itemsize
+    return values.set_(base.untyped_storage(), start // region.dtype.itemsize, (count,), (1,))
+
+
+def check_codec(offload: OffloadConfig, device: str) -> None:
+    """Checks that the codec of a config, which exists, can be used here.
+
+    Raises:
+        ConfigError: a package that it needs is not installed, or it cannot encode on this device.
+    """
+    if offload.codec is None:
+        return
+    try:
+        codec = make_codec(offload.codec)
+    except RuntimeError as error:
+        raise ConfigError(
+            [
+                ConfigIssue(
+                    "ssdtrain.offload.codec", offload.codec, f"cannot be used: {error}", OFFLOAD_ALLOWED
+                )
+            ]
+        ) from None
+    if not _encodes_on(codec, device):
+        why = f"encodes in host memory and is not in this version for tensors of a {device} device"
+        raise ConfigError(
+            [ConfigIssue("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]
+        )

@@ -1,0 +1,389 @@
+"""Where a region's bytes are is changed here, and in `loads` for the way back; nowhere else.
+
+```
+RESIDENT -> STORING -> STORED -> LOADING -> LOADED -> STORED ...
+    ^          |                                        |
+    +-cancelled+ failed, forwarded       RELEASED <-----+ from any state, when the last handle is gone
+    +- STAGED -+ cancelled after the tensor was released
+```
+
+Every method is called with the engine's lock held, and none waits for I/O. What must be waited for is an `Operation`, and the
+engine waits for it outside the lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import time
+
+from ssdtrain.codecs import Codec
+from ssdtrain.offload.metrics import OffloadMetrics
+from ssdtrain.offload.pacing.limits import Departures, StoresInFlight
+from ssdtrain.offload.policy import Action
+from ssdtrain.offload.tensors.geometry import ALIGNED, lead_of
+from ssdtrain.offload.tensors.region import Region
+from ssdtrain.offload.tensors.tape import Tape
+from ssdtrain.offload.transfer.loads import Loads
+from ssdtrain.offload.transfer.rests import moved_bytes
+from ssdtrain.offload.transfer.state import State
+from ssdtrain.offload.transfer.transfer import Transfer
+from ssdtrain.storage import IOFailure, Operation, SpillStore, StoreClosed, StoreFull
+
+__all__ = ["Mover"]
+
+logger = logging.getLogger("ssdtrain")
+
+
+class Mover:
+    """Starts, finishes and cancels stores, and releases regions; `loads` does the way back. Together they own `Region.transfer`.
+
+    Args:
+        store: the tiers.
+        transfer: how bytes leave and enter tensors.
+        metrics: counters to keep.
+        raise_when_full: raise `StoreFull` when no tier has room, instead of keeping the region in memory.
+    """
+
+    def __init__(
+        self,
+        store: SpillStore,
+        transfer: Transfer,
+        metrics: OffloadMetrics,
+        *,
+        raise_when_full: bool = False,
+    ) -> None:
+        self.store = store
+        self.transfer = transfer
+        self.metrics = metrics
+        self.departures = Departures(self._depart)
+        self.loads = Loads(transfer, metrics)
+        self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
+        self.defers = True  # they may
+        self._deferred = 0  # bytes of stores queued since the pool was woken
+        self._raise_when_full = raise_when_full
+        self.stores = StoresInFlight(self._end_store)
+        self._warned_full = False
+
+    # Stores
+
+    def plan(self, region: Region, codec: Codec | None, action: Action) -> None:
+        """The region, which is resident, is to be stored by `codec` (None: its plain bytes), as `action` says. ValueError: see
+        `moved_bytes`."""
+        transfer = region.transfer
+        transfer.codec, transfer.tier = codec, action.tier
+        if action.must_write:  # one at a time: a drive slower than the steps would be given ever more
+            transfer.must_write = not any(one.transfer.must_write for one in self.stores)
+        if action.part != 1:
+            nbytes = moved_bytes(region.nbytes, action)
+            transfer.moved_bytes = transfer.stored_bytes = nbytes if codec is None else region.nbytes
+            transfer.saved_before = self.metrics.saved_bytes
+
+    def admits(self, region: Region) -> bool:
+        """Return True if the stores in flight leave room for one more."""
+        return self.stores.admits(region.transfer.moved_bytes)
+
+    def begin_store(self, region: Region) -> bool:
+        """RESIDENT -> STORING, or kept where no tier has room. False: no staging buffer now; try after a store has ended.
+
+        Raises:
+            StoreFull: no room, and `raise_when_full`.
+        """
+        transfer = region.transfer
+        if (region.pointer + region.start) % ALIGNED:
+            transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
+        if transfer.codec is not None:
+            self._encode(region)
+        if transfer.moved_bytes != region.nbytes:
+            transfer.rest = self.transfer.rests.take(region)
+            if transfer.rest is None:  # no memory for it: it leaves whole
+                transfer.moved_bytes = transfer.stored_bytes = region.nbytes
+        try:
+            transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
+        except StoreFull as error:
+            self._keep_for_want_of_room(region, error)
+            return True
+        nbytes = transfer.moved_bytes
+        deferred = self._deferred + nbytes
+        defer = self.defers and deferred <= self.batch_bytes
+        write = self.transfer.begin_store(region, defer=defer)
+        if write is None:
+            transfer.rest = None
+            self._free_slot(region)
+            return False
+        self._deferred = deferred if defer else 0
+        encoded = transfer.payload is not None
+        if encoded:
+            # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
+            region.empty_()
+            self.metrics.encoded_bytes += nbytes
+        transfer.write_began(write)
+        self.stores.nbytes += nbytes
+        self.stores.append(region)
+        self.metrics.offloaded_bytes += nbytes
+        if nbytes != region.nbytes:
+            self.metrics.kept_bytes += region.nbytes - nbytes
+        if self.transfer.copies and not encoded and not transfer.in_place:
+            self.departures.add(region, self.metrics.saved_bytes)
+        return True
+
+    def _encode(self, region: Region) -> None:
+        began = time.perf_counter()
+        payload = self.transfer.encode(region)
+        self.metrics.count_codec(region.name, began)
+        if payload is None:
+            region.transfer.codec = None
+        else:
+            region.transfer.payload = payload
+            region.transfer.stored_bytes = payload.numel()
+
+    def _depart(self, region: Region) -> None:
+        self.transfer.depart(region)
+        region.empty_()
+
+    def keep(self, region: Region) -> None:
+        """The region stays in memory: by plan, or because its store could not begin in time."""
+        region.transfer.payload = region.transfer.rest = None
+        self.metrics.kept_bytes += region.nbytes
+        if self.departures.parting:
+            self.departures.advance(self.metrics.saved_bytes)
+
+    def abandon(self, region: Region) -> None:
+        """Do as `keep`, where a graph may be being captured: no event is asked."""
+        region.transfer.payload = region.transfer.rest = None
+        self.metrics.kept_bytes += region.nbytes
+
+    def keep_resident(self, region: Region) -> None:
+        """Backward is near: where the bytes are still in memory when the store ends, they stay there."""
+        region.transfer.keep_resident = True
+
+    def keep_tail(self, tape: Tape) -> None:
+        """The backward of `tape` begins: see Note: [Departure in order]. What has not been written need not be."""
+        if not self.stores.in_order:
+            return
+        for region in [one for one in self.stores if one.tape is tape]:
+            if not region.transfer.keep_resident and not self.stop_store(region):
+                self.keep_resident(region)
+
+    def _keep_for_want_of_room(self, region: Region, error: StoreFull | StoreClosed) -> None:
+        if isinstance(error, StoreClosed):
+            return self.keep(region)
+        if self._raise_when_full:
+            region.transfer.rest = None
+            raise error
+        self.metrics.kept_full_bytes += region.nbytes
+        self.keep(region)
+        if not self._warned_full:
+            self._warned_full = True
+            # The text, not the error: a log record must not hold the traceback, and with it the region.
+            logger.warning("saved tensors stay in memory from now on where no tier has room: %s", str(error))
+
+    def flush(self) -> None:
+        """Begin the stores and loads that were deferred."""
+        self._deferred = 0
+        self.store.flush()
+
+    def reap(self) -> None:
+        """Process the transfers that have ended. Cheap when none has."""
+        if self.transfer.copies:
+            self.transfer.poll()
+        if self.stores:
+            self.stores.reap()
+        if self.loads.leaving:
+            self.loads.reap()
+
+    def _end_store(self, region: Region, operation: Operation) -> None:
+        transfer = region.transfer
+        error = operation.failed()
+        if error is not None and transfer.state is not State.RELEASED:
+            if isinstance(error, IOFailure):
+                self._store_failed(region, error)
+            else:
+                self._store_cancelled(region)
+            return
+        if self.metrics.spans is not None:
+            self.metrics.count_transfer("stores", region, operation)
+        self.stores.nbytes -= transfer.moved_bytes
+        if transfer.state is State.RELEASED:
+            self._close_write(region)
+            self._free_slot(region)
+            region.empty_()
+        elif region.freed():
+            self._leave_to_owner(region)
+        elif transfer.keep_resident and region.in_tensor:
+            # Backward is near and the bytes are still here: they need not come back.
+            self._close_write(region)
+            self._free_slot(region)
+            transfer.stays_resident()
+            self._count_forwarded(region)
+        elif transfer.loaded is not None:
+            self._close_write(region)
+            transfer.state = State.LOADED
+        elif transfer.keep_resident and (payload := transfer.payload) is not None:
+            # The same, encoded.
+            self._close_write(region)
+            transfer.payload = payload
+            transfer.state = State.LOADED
+            self._count_forwarded(region)
+        else:
+            self._close_write(region)
+            region.empty_()
+            transfer.state = State.STORED
+
+    def _close_write(self, region: Region) -> None:
+        """The write is over, well or not, and nothing is to be done with its buffer any more."""
+        if self.transfer.copies:
+            self.transfer.give_back(region)
+        region.transfer.write_over()
+
+    def _leave_to_owner(self, region: Region) -> None:
+        """Which bytes went to the tier is unknown. See Note: [Freed under the engine]."""
+        self._uncount(region)
+        self._close_write(region)
+        self._free_slot(region)
+        region.transfer.stays_resident()
+
+    def _uncount(self, region: Region) -> None:
+        """It has not left, and of a part the rest has not stayed: what becomes of the whole is counted by others."""
+        nbytes = region.transfer.moved_bytes
+        self.metrics.offloaded_bytes -= nbytes
+        self.metrics.kept_bytes -= region.nbytes - nbytes
+
+    def _store_cancelled(self, region: Region) -> None:
+        """STORING -> RESIDENT, or STAGED where the tensor was released: none of its bytes are in the tier."""
+        self._count_cancelled(region)
+        self._free_slot(region)
+        if region.transfer.loaded is None and region.emptied:
+            region.transfer.operation = None
+            region.transfer.state = State.STAGED
+            return
+        self._close_write(region)
+        region.transfer.stays_resident()
+
+    def _count_cancelled(self, region: Region) -> None:
+        nbytes = region.transfer.moved_bytes
+        self.stores.nbytes -= nbytes
+        self.metrics.avoided_write_bytes += nbytes
+        self.metrics.offloaded_bytes -= nbytes
+
+    def _count_forwarded(self, region: Region) -> None:
+        """Once for each store, however often backward asks."""
+        if not region.transfer.forwarded:
+            region.transfer.forwarded = True
+            self.metrics.forwarded_bytes += region.transfer.moved_bytes
+
+    def _store_failed(self, region: Region, error: OSError) -> None:
+        """A failing drive gets no more data; the bytes, which are still in memory, go to the next tier or stay. After a failed
+        write of device memory itself they stay."""
+        transfer = region.transfer
+        assert transfer.slot is not None
+        self.metrics.failed_stores += 1
+        if transfer.in_place:
+            self.transfer.stop_in_place(error)  # the drive may be well: a store through host memory shows it
+        # At EFAULT the memory is at fault, and no drive. See Note: [Freed under the engine].
+        elif error.errno != errno.EFAULT:
+            self.store.retire(transfer.slot, error)
+        if region.freed():
+            self.stores.nbytes -= region.transfer.moved_bytes
+            self._leave_to_owner(region)
+            return
+        self._free_slot(region)
+        if transfer.in_place:
+            self._undo_store(region)
+            self.keep(region)
+            return
+        try:
+            transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
+        except (StoreFull, StoreClosed) as none:
+            self._undo_store(region)
+            self._keep_for_want_of_room(region, none)
+            return
+        transfer.operation = self.transfer.rewrite(region)
+        self.stores.append(region)
+
+    def _undo_store(self, region: Region) -> None:
+        """STORING -> RESIDENT: the store has failed, and the bytes are in memory."""
+        transfer = region.transfer
+        self.stores.nbytes -= transfer.moved_bytes
+        self._uncount(region)
+        recalled = transfer.loaded is not None or self.bring_back(region)
+        self._close_write(region)
+        transfer.stays_resident()
+        assert recalled or region.in_tensor, "a failed store had let its bytes go"
+
+    def stop_store(self, region: Region) -> bool:
+        """STORING -> RESIDENT or STAGED if not a byte of it has been written yet: a write avoided. False: too late."""
+        operation = region.transfer.operation
+        if operation is None or region.transfer.must_write or not operation.cancel():
+            return False
+        self.stores.remove(region)
+        self._store_cancelled(region)
+        return True
+
+    def unstage(self, region: Region) -> None:
+        """STAGED -> RESIDENT: bring the bytes back to the device, where backward is about to need them."""
+        recalled = self.bring_back(region)
+        assert recalled, "a staged region has its bytes in a buffer or encoded"
+        self._close_write(region)
+        region.transfer.stays_resident()
+
+    def bring_back(self, region: Region) -> bool:
+        """Have the bytes of a region being stored in memory again. False: they are still in the tensor."""
+        arrival = self.transfer.recall(region)
+        if arrival is None:
+            return False
+        region.transfer.arrived(arrival)
+        return True
+
+    def forward(self, region: Region) -> None:
+        """Backward asks for a region being stored, which it gets from the tensor or from the buffer that is written."""
+        if region.transfer.loaded is None:
+            self.bring_back(region)
+        self._count_forwarded(region)
+
+    # Release
+
+    def release(self, region: Region) -> None:
+        """The last handle is gone: cancel what has not begun, free the slot, keep the memory that I/O still uses."""
+        transfer = region.transfer
+        state, operation = transfer.state, transfer.operation
+        if state is State.RELEASED:
+            return
+        if state is State.LOADING or state is State.LOADED:
+            self.loads.forget(region)
+        else:
+            transfer.loaded = None  # no read fills it
+        transfer.state = State.RELEASED
+        if transfer.target is not None:
+            transfer.drop_target()
+        if state is State.STORING:
+            assert operation is not None
+            if not transfer.must_write and operation.cancel():
+                self.stores.remove(region)
+                self._count_cancelled(region)
+                self._close_write(region)
+                region.empty_()
+            # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
+            elif self.transfer.copies and region.in_tensor and not transfer.in_place:
+                self._depart(region)
+        elif state is State.LOADING:
+            self.loads.release(region)
+        else:
+            if state is State.STAGED:
+                self._close_write(region)
+            transfer.loaded = transfer.payload = None
+            if not region.emptied:
+                region.empty_()
+        transfer.rest = None
+        if state is not State.STORING or not transfer.must_write:  # it would be cancelled
+            self._free_slot(region)
+        region.tape.remove(region)
+
+    def _free_slot(self, region: Region) -> None:
+        if region.transfer.slot is not None:
+            self.store.free(region.transfer.slot)
+            region.transfer.slot = None
+
+    def busy(self) -> list[Region]:
+        """Regions whose memory an operation uses."""
+        return [*self.stores, *self.loads.busy()]

@@ -1,0 +1,309 @@
+"""Device tensors on their way to a tier and back: a copy on a side stream into pinned host memory, then the I/O pool.
+
+The tensor goes as soon as the copy has left the device. On the CPU this way works too (its events are no-ops), which is how it
+is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+from ssdtrain.device import Device, Event
+from ssdtrain.offload.tensors.region import Region, after_close
+from ssdtrain.offload.transfer.buffers import Buffers
+from ssdtrain.offload.transfer.coding import Coding
+from ssdtrain.offload.transfer.rests import Rests
+from ssdtrain.offload.transfer.state import Arrival, Read, Write
+from ssdtrain.offload.transfer.targets import LoadTargets, Target
+from ssdtrain.offload.transfer.transfer import Encoding, address_of
+from ssdtrain.storage import Lease, Operation, Slot, SpillStore
+
+__all__ = ["StagedTransfer"]
+
+
+_Passing = tuple[Event, Lease | None, torch.UntypedStorage | torch.Tensor | None]
+"""A copy under way: its event, the staging buffer that it alone uses, if any, and what else it needs alive."""
+
+_TO_DEVICE, _TO_HOST, _BUFFERLESS_TO_DEVICE, _BUFFERLESS_TO_HOST = range(4)
+
+
+class StagedTransfer:
+    """Device tensors, through pinned buffers of the arena.
+
+    Note: [Emptying before the write has ended]
+    The copy off the device is ordered on the store stream. Once the stream that allocated the tensor waits for its event, the
+    tensor may go, whether or not the copy has begun: what reuses its memory comes later on that stream. From then on the staging
+    buffer is the only place that holds the bytes. Nothing depends on when the host notices the end of a copy.
+
+    Note: [Buffers in passing]
+    A staging buffer whose bytes are on their way to the device belongs to the copy until its event has passed. The host never
+    waits for one, unless it needs a buffer and all are in use: `returning`.
+
+    Note: [Pinned host tier]
+    Where the host tier is pinned, a slot in it is its own staging buffer: copies go there and come from there, and no thread
+    of the host touches a byte. The slot knows of each copy (`SpillStore.copied`), so that its memory is not given to another
+    region before the copy has passed.
+    """
+
+    copies = True
+    closed = False
+
+    def __init__(
+        self,
+        store: SpillStore,
+        buffers: Buffers,
+        seen: Callable[[torch.UntypedStorage], None],
+        coding: Coding,
+        device: Device,
+        verify: bool,
+    ) -> None:
+        self.store = store
+        self._verify = verify
+        self._seen = seen
+        self._encoding = Encoding(coding, seen)
+        self.rests = Rests(device, seen)
+        self.buffers = buffers
+        self.device = device
+        self.targets = LoadTargets(device)
+        # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
+        self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
+
+    @property
+    def largest(self) -> int | None:
+        return self.buffers.capacity
+
+    def encode(self, region: Region) -> torch.Tensor | None:
+        payload = self._encoding.encode(region)
+        # The tensor is released next: what reuses its memory comes after the encoding.
+        current = self.device.current_stream()
+        if payload is not None and region.stream is not None and region.stream != current:
+            encoded = self.device.record(current)
+            if encoded is not None:
+                self.device.wait(encoded, region.stream)
+        return payload
+
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        slot = region.transfer.slot
+        assert slot is not None
+        if self.store.is_pinned(slot):
+            event = self.device.copy_to_host(address_of(region), slot.address, slot.nbytes)
+            return Write(self._copied(slot, event, into=True), event=event)
+        lease = self.buffers.acquire(region.transfer.stored_bytes)
+        if lease is None:
+            return None
+        event = self.device.copy_to_host(address_of(region), lease.address, lease.nbytes)
+        # Never deferred: the pool's workers wait for the device anyway.
+        return Write(self._write(region, lease, event), lease=lease, event=event)
+
+    def _copied(self, slot: Slot, event: Event | None, *, into: bool) -> Operation:
+        """See Note: [Pinned host tier]."""
+        if event is not None:  # `close` waits for it: the tier is unmapped then
+            self._passing[_BUFFERLESS_TO_HOST if into else _BUFFERLESS_TO_DEVICE].append((event, None, None))
+        copy = DeviceCopy(self.device, event, slot.nbytes)
+        self.store.copied(slot, copy, into=into)
+        return copy
+
+    def _write(self, region: Region, lease: Lease, event: Event | None) -> Operation:
+        handle = self.device.event_handle(event)
+        transfer = region.transfer
+        assert transfer.slot is not None
+        return self.store.write(transfer.slot, lease.address, after_event=handle, verify=self._verify)
+
+    def depart(self, region: Region) -> None:
+        event = region.transfer.event
+        if event is not None and not event.query():
+            self.device.wait(event, region.stream)
+            current = self.device.current_stream()
+            if current != region.stream:
+                self.device.wait(event, current)
+
+    def give_back(self, region: Region) -> None:
+        transfer = region.transfer
+        self._return(transfer.lease, transfer.load_event, transfer.event, region)
+
+    def _return(
+        self, lease: Lease | None, load_event: Event | None, store_event: Event | None, region: Region
+    ) -> None:
+        """Return a staging buffer when the copy that uses it has passed, that of a cancelled store or one back to the device.
+
+        A copy off the device also reads memory that its owner may release next.
+        """
+        if lease is None:
+            return
+        event = load_event or store_event
+        if event is None or event.query():
+            lease.release()
+        elif load_event is not None:
+            self._passing[_TO_DEVICE].append((event, lease, None))
+        else:
+            payload = region.transfer.payload
+            source = payload if payload is not None else region.tensor.untyped_storage()
+            self._passing[_TO_HOST].append((event, lease, source))
+
+    def rewrite(self, region: Region) -> Operation:
+        lease = region.transfer.lease
+        assert lease is not None
+        return self._write(region, lease, region.transfer.event)
+
+    def stop_in_place(self, error: OSError) -> None:
+        raise AssertionError("every transfer passes through host memory")
+
+    def recall(self, region: Region) -> Arrival | None:
+        transfer = region.transfer
+        if transfer.payload is not None:
+            return self._decode(region)._replace(payload=transfer.payload)
+        host = None if region.in_tensor else self._staged(region)
+        if host is None:
+            return None
+        return self._copy_in(region, host, transfer.event)
+
+    def _staged(self, region: Region) -> int | None:
+        """Address of the host memory that the bytes are copied to or from; None: there is none now."""
+        transfer = region.transfer
+        if transfer.lease is not None:
+            return transfer.lease.address
+        if transfer.slot is not None and self.store.is_pinned(transfer.slot):
+            if self.closed or self.store.closed:  # which unmaps the tier
+                raise after_close()
+            return transfer.slot.address
+        return None
+
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        transfer = region.transfer
+        assert transfer.slot is not None
+        if self.store.is_pinned(transfer.slot):
+            return Read(DeviceCopy(self.device, None, transfer.stored_bytes))  # there is nothing to read
+        lease = self.buffers.acquire(transfer.stored_bytes)
+        if lease is not None:
+            operation = self.store.read(transfer.slot, lease.address, defer=not on_demand)
+            return Read(operation, lease)
+        if not allow_unpooled:
+            return None
+        buffer = torch.empty(transfer.stored_bytes, dtype=torch.uint8, device="cpu")
+        return Read(self.store.read(transfer.slot, buffer.data_ptr()), loaded=buffer)
+
+    def advance_load(self, region: Region) -> Arrival:
+        lease, unpooled = region.transfer.lease, region.transfer.loaded
+        host = self._staged(region) if unpooled is None else unpooled.data_ptr()
+        assert host is not None
+        # It may find no memory: then the region is as before, and this may be tried again.
+        arrival = self._copy_in(region, host)
+        if unpooled is not None and arrival.event is not None:
+            self._passing[_BUFFERLESS_TO_DEVICE].append((arrival.event, None, unpooled))
+        self._return(lease, arrival.event, region.transfer.event, region)
+        if region.transfer.codec is None:
+            return arrival
+        return arrival._replace(loaded=None, payload=arrival.loaded)
+
+    def _copy_in(self, region: Region, host: int, after: Event | None = None) -> Arrival:
+        """Queue the copy of the stored bytes at the address `host` to the device, behind `after`."""
+        transfer = region.transfer
+        target = transfer.target
+        if target is None or target.tensor is None:  # none yet, or that of an earlier load
+            target = self.reserve_target(region)
+        tensor = self.targets.take(target)
+        awaited = target.awaited if after is None else [*target.awaited, after]
+        event = self.device.copy_to_device(host, tensor.data_ptr(), transfer.stored_bytes, awaited)
+        target.awaited = []  # all copies to the device are queued on one stream, the next one behind this
+        event = self._put_back(region, tensor) or event
+        slot = transfer.slot
+        if slot is not None and self.store.is_pinned(slot):
+            self._copied(slot, event, into=False)
+        return Arrival(tensor, None, target, event)
+
+    def _put_back(self, region: Region, whole: torch.Tensor) -> Event | None:
+        """Queue the copy of the part that stayed, if the region left in part. None: it did not, or the copy is over."""
+        rest = region.transfer.rest
+        if rest is None:
+            return None
+        event = self.rests.put_back(region, whole)
+        if event is not None:
+            self._passing[_BUFFERLESS_TO_DEVICE].append((event, None, rest))
+        return event
+
+    def reserve_target(self, region: Region) -> Target:
+        target = self.targets.reserve(region.transfer.arriving_bytes, region.transfer.arriving_lead)
+        assert target.tensor is not None
+        self._seen(target.tensor.untyped_storage())
+        return target
+
+    def end_load(self, region: Region) -> Arrival | None:
+        transfer = region.transfer
+        if transfer.load_event is not None:
+            self.device.wait(transfer.load_event)
+        if transfer.target is not None:
+            self.targets.hand_out(transfer.target)
+        if transfer.decoding is not None and transfer.loaded is not None:
+            self.device.wait(transfer.decoding)
+            self.device.record_use(transfer.loaded)  # of the stream that decoded it
+        if transfer.payload is None or transfer.loaded is not None:
+            return None
+        return self._decode(region)
+
+    def _decode(self, region: Region) -> Arrival:
+        """Return the values of a payload, decoded on the current stream; others wait for the event."""
+        payload = region.transfer.payload
+        assert payload is not None
+        if region.transfer.target is None:
+            self.device.record_use(payload)
+        values = self._encoding.decode(region)
+        return Arrival(values, decoded=self.device.record(self.device.current_stream()))
+
+    def poll(self) -> None:
+        self.targets.note_deaths()
+        for passing in self._passing:
+            while passing and passing[0][0].query():
+                lease = passing.popleft()[1]
+                if lease is not None:
+                    lease.release()
+
+    def passing(self) -> Event | None:
+        return next((copies[0][0] for copies in self._passing if copies), None)
+
+    def returning(self) -> Event | None:
+        with_buffers = self._passing[: _TO_HOST + 1]
+        return next((copies[0][0] for copies in with_buffers if copies), None)
+
+
+class DeviceCopy:
+    """Over when its event has passed; an `ssdtrain.storage.Operation`. It was queued on a stream: it cannot be cancelled, and the
+    device reports what fails.
+
+    Args:
+        device: whose stream copies.
+        event: the end of the copy; None: it is over.
+        nbytes: size.
+    """
+
+    began = seconds = 0.0  # not measured
+    checksum = digest = 0
+
+    def __init__(self, device: Device, event: Event | None, nbytes: int) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self._event = event
+
+    def done(self) -> bool:
+        event = self._event
+        if event is None:
+            return True
+        if event.query():
+            self._event = None
+            return True
+        return False
+
+    def begun(self) -> bool:
+        return True
+
+    def wait(self, timeout: float | None = None) -> bool:
+        event = self._event
+        return event is None or self._device.block(event, timeout)
+
+    def cancel(self) -> bool:
+        return False
+
+    def failed(self) -> None:
+        return None

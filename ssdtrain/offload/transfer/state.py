@@ -1,0 +1,176 @@
+"""Where the bytes of a region are, and what their transfer holds meanwhile.
+
+Owned by the mover: it alone changes a `TransferState`, with the engine's lock held. A transfer (`transfer.transfer`)
+reads it and returns what it began (`Write`, `Read`) or made (`Arrival`), which the mover enters here.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ssdtrain.codecs import Codec
+    from ssdtrain.device import Event
+    from ssdtrain.offload.transfer.targets import Target
+    from ssdtrain.storage import Lease, Operation, Slot
+
+__all__ = ["Arrival", "Read", "State", "TransferState", "Write"]
+
+
+class State(enum.Enum):
+    """Where the bytes of a region are."""
+
+    RESIDENT = "resident"  # in memory only
+    STORING = "storing"  # in memory, and on the way to a tier
+    STAGED = "staged"  # in a staging buffer, or encoded in memory, only: its store was cancelled
+    STORED = "stored"  # in a tier only
+    LOADING = "loading"  # in a tier, and on the way to memory
+    LOADED = "loaded"  # in a tier and in memory
+    RELEASED = "released"  # nowhere: they are not needed any more
+
+
+class Write(NamedTuple):
+    """A write that was queued."""
+
+    operation: Operation
+    page_offset: int = 0
+    """Address of the bytes modulo the I/O alignment. They are read back to an address of the same offset."""
+    lease: Lease | None = None
+    """The staging buffer that is written from."""
+    event: Event | None = None
+    """What comes before it: the end of the copy into the buffer, or of the work that made the bytes."""
+    in_place: bool = False
+    """The memory of the tensor, or of its payload, is written from itself: it stays until the write has ended."""
+
+
+class Read(NamedTuple):
+    """A read that was queued, into one of the three."""
+
+    operation: Operation
+    lease: Lease | None = None
+    loaded: torch.Tensor | None = None
+    payload: torch.Tensor | None = None
+    target: Target | None = None
+    """Memory of `loaded` or `payload`, where that is a device's."""
+    event: Event | None = None
+    """What comes before it."""
+    in_place: bool = False
+    """It fills device memory itself."""
+
+
+class Arrival(NamedTuple):
+    """Bytes of a region that came back to memory, or are on the way there on the load stream."""
+
+    loaded: torch.Tensor | None
+    payload: torch.Tensor | None = None
+    """Bytes in place of `loaded`: still encoded."""
+    target: Target | None = None
+    """The device memory that was filled; None: nothing was copied."""
+    event: Event | None = None
+    """The end of that copy."""
+    decoded: Event | None = None
+    """The end of the decoding of `loaded`."""
+
+
+class TransferState:
+    """State of one region, with the fields of a transfer that do not apply being None.
+
+    Args:
+        nbytes: of the region.
+    """
+
+    # Set when a write or read has begun, and not read before.
+    in_place: bool
+    """The operation under way reads or fills device memory itself."""
+    page_offset: int
+    lease: Lease | None
+    """The staging buffer of a device copy."""
+    event: Event | None
+    """The copy off the device."""
+    loaded_version: int
+    saved_before: int
+    """Bytes of all regions saved before it, where it leaves in part."""
+
+    # As it is at first: most of them stay so, and the hook that makes a region sets none of them.
+    state = State.RESIDENT
+    codec: Codec | None = None  # encodes it on the way to a tier
+    tier: str | None = None  # that the policy wants it in
+    must_write = False  # its store is not cancelled
+    rest: torch.Tensor | None = None  # a copy of what stays. See Note: [Parts of a region] in `rests`.
+    lead = 0  # address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
+    slot: Slot | None = None
+    operation: Operation | None = None
+    load_event: Event | None = None  # the copy onto the device
+    decoding: Event | None = None  # of what came back encoded, on the device
+    target: Target | None = None  # the device memory that it fills
+    payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
+    loaded: torch.Tensor | None = None
+    """What came back. See Note: [Buffers belong to the tensor] in `tensors.region`."""
+    keep_resident = False  # backward is near: keep the bytes when the store ends
+    forwarded = False  # backward got it while it was being stored; counted
+    prefetched = False  # loaded, or being loaded, before backward asked for it
+
+    def __init__(self, nbytes: int) -> None:
+        self.moved_bytes = nbytes  # of the region the first ones, which leave memory
+        self.stored_bytes = nbytes  # in the tier
+
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes of the memory that a load fills: with the part that stayed, where the region left in part."""
+        return self.stored_bytes if self.rest is None else self.stored_bytes + self.rest.numel()
+
+    @property
+    def arriving_lead(self) -> int:
+        """Address of that memory modulo 64: of the region, unless what arrives is still encoded."""
+        return self.lead if self.codec is None else 0
+
+    def write_began(self, write: Write) -> None:
+        """RESIDENT -> STORING."""
+        self.operation, self.page_offset, self.lease, self.event, self.in_place = write
+        self.state = State.STORING
+
+    def stays_resident(self) -> None:
+        """-> RESIDENT: nothing is in a tier, and all bytes are in one piece of memory."""
+        self.state, self.rest = State.RESIDENT, None
+
+    def write_over(self) -> None:
+        """Let go of what the write needed; its staging buffer has been given back."""
+        self.operation = self.lease = self.event = self.payload = None
+
+    def read_began(self, read: Read) -> None:
+        """STORED -> LOADING."""
+        self.operation, self.lease, self.loaded, self.payload, target, event, self.in_place = read
+        if self.loaded is not None:
+            self.loaded_version = self.loaded._version
+        if target is not None:
+            self.target, self.load_event = target, event
+        self.state = State.LOADING
+
+    def arrived(self, arrival: Arrival) -> None:
+        """The bytes are in memory, or follow on the load stream."""
+        self.loaded, self.payload = arrival.loaded, arrival.payload
+        if arrival.loaded is not None:
+            self.loaded_version = arrival.loaded._version
+        self.decoding = arrival.decoded
+        if arrival.target is not None:
+            self.target, self.load_event = arrival.target, arrival.event
+
+    def decoded(self, values: Arrival) -> None:
+        """What was encoded is in memory as `values`."""
+        self.arrived(values)
+        self.target = self.load_event = None
+
+    def drop_loaded(self) -> None:
+        """Let go of what came back; tensors that were handed out own its memory."""
+        self.loaded = self.payload = self.load_event = self.decoding = None
+        if self.target is not None:
+            self.drop_target()
+
+    def drop_target(self) -> None:
+        """Give up the device memory that was reserved, if nothing has been copied there yet."""
+        if self.target is not None:
+            self.target.tensor = None
+            self.target = None

@@ -1,0 +1,213 @@
+"""How a region's bytes get from a tensor to a tier and back.
+
+Two ways. `DirectTransfer` lets the I/O pool read and write CPU tensors where they are: no copy in user space, and the tensor
+stays until its write has ended. `ssdtrain.offload.transfer.staged` is for device memory.
+
+Both are called with the engine's lock held and never wait. They read the state of a region's transfer and change nothing of
+it: what they began or made is returned to the mover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ssdtrain.device import Device, Event
+from ssdtrain.offload.tensors.geometry import bytes_at
+from ssdtrain.offload.tensors.region import Region
+from ssdtrain.offload.transfer.buffers import Buffers
+from ssdtrain.offload.transfer.coding import Coding
+from ssdtrain.offload.transfer.rests import Rests
+from ssdtrain.offload.transfer.state import Arrival, Read, Write
+from ssdtrain.offload.transfer.targets import Target
+from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
+
+__all__ = ["DirectTransfer", "Encoding", "Transfer", "address_of"]
+
+
+class Transfer(Protocol):
+    """The moves of one region; the mover decides when, and keeps the states."""
+
+    buffers: Buffers
+    rests: Rests
+    copies: bool
+    """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
+    closed: bool
+    """The engine is closed: what is in a tier does not come back any more."""
+
+    @property
+    def largest(self) -> int | None:
+        """Bytes of the largest region that it can store; None: of any."""
+
+    def encode(self, region: Region) -> torch.Tensor | None:
+        """Return the payload of a region that has a codec; None: the codec does not fit its bytes."""
+
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        """Queue the write of the region, or of its payload, to its slot. None: there is no buffer for it now.
+
+        Args:
+            defer: nothing waits for it, see `SpillStore.write`.
+        """
+
+    def depart(self, region: Region) -> None:
+        """Let the stream of a region that is being stored wait for its copy: then its tensor may be emptied."""
+
+    def give_back(self, region: Region) -> None:
+        """Return the staging buffer of the region once no copy uses it."""
+
+    def rewrite(self, region: Region) -> Operation:
+        """Write again, to a new slot, what a failed write left in memory."""
+
+    def stop_in_place(self, error: OSError) -> None:
+        """A transfer of device memory itself has failed (`Write.in_place`, `Read.in_place`): make no more of them."""
+
+    def recall(self, region: Region) -> Arrival | None:
+        """Bring back the bytes of a region being stored from its payload or its buffer. None: they are still in the tensor."""
+
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        """Queue the read of the region. None: the arena is full.
+
+        Args:
+            on_demand: backward waits for it; else it may begin with others.
+            allow_unpooled: allocate outside of the arena where that is full.
+        """
+
+    def advance_load(self, region: Region) -> Arrival | None:
+        """The read has ended: begin what follows it. None: nothing does."""
+
+    def end_load(self, region: Region) -> Arrival | None:
+        """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
+
+    def reserve_target(self, region: Region) -> Target:
+        """The device memory for a region that is about to come back."""
+
+    def poll(self) -> None:
+        """Return the buffers whose copies have passed."""
+
+    def passing(self) -> Event | None:
+        """The end of the oldest copy that uses host memory; None: there is none."""
+
+    def returning(self) -> Event | None:
+        """The end of the copy after which a staging buffer comes back; None: no buffer is in use by a copy alone."""
+
+
+class Encoding:
+    """The payloads of both ways, seen by the meter."""
+
+    def __init__(self, coding: Coding, seen: Callable[[torch.UntypedStorage], None]) -> None:
+        self._coding = coding
+        self._seen = seen
+
+    def encode(self, region: Region) -> torch.Tensor | None:
+        if region.transfer.payload is not None:
+            return region.transfer.payload
+        if not self._coding.fits(region):
+            return None
+        payload = self._coding.encode(region)
+        self._seen(payload.untyped_storage())
+        return payload
+
+    def decode(self, region: Region) -> torch.Tensor:
+        loaded = self._coding.decode(region)
+        self._seen(loaded.untyped_storage())
+        return loaded
+
+
+class DirectTransfer:
+    """CPU tensors, read and written in place by the I/O pool."""
+
+    copies = False
+    closed = False
+    largest: int | None = None
+
+    def __init__(
+        self,
+        store: SpillStore,
+        buffers: Buffers,
+        seen: Callable[[torch.UntypedStorage], None],
+        coding: Coding,
+        device: Device,
+        verify: bool,
+    ) -> None:
+        self.store = store
+        self._verify = verify
+        self.buffers = buffers
+        self._seen = seen
+        self._encoding = Encoding(coding, seen)
+        self.rests = Rests(device, seen)
+
+    def encode(self, region: Region) -> torch.Tensor | None:
+        return self._encoding.encode(region)
+
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        slot = region.transfer.slot
+        assert slot is not None
+        address = address_of(region)
+        return Write(self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT)
+
+    def depart(self, region: Region) -> None:
+        raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
+
+    def give_back(self, region: Region) -> None:
+        return None
+
+    def rewrite(self, region: Region) -> Operation:
+        slot, operation = region.transfer.slot, region.transfer.operation
+        assert slot is not None and operation is not None
+        return self.store.write(slot, address_of(region), checksum=operation.checksum, verify=self._verify)
+
+    def stop_in_place(self, error: OSError) -> None:
+        raise AssertionError("a tensor of the CPU is no device memory")
+
+    def recall(self, region: Region) -> Arrival | None:
+        payload = region.transfer.payload
+        return None if payload is None else Arrival(self._encoding.decode(region), payload)
+
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        transfer = region.transfer
+        assert transfer.slot is not None
+        nbytes = transfer.stored_bytes if transfer.rest is None else region.nbytes
+        lease = self.buffers.acquire(nbytes, transfer.page_offset)
+        if lease is not None:
+            buffer = torch.frombuffer(
+                lease.owning_view(), dtype=torch.uint8
+            )  # it goes back when the storage dies
+        elif allow_unpooled or not self.buffers.used:
+            buffer = bytes_at(transfer.arriving_lead, nbytes, torch.device("cpu"))
+            self._seen(buffer.untyped_storage())
+        else:
+            return None
+        if transfer.rest is not None:
+            self.rests.put_back(region, buffer)
+        operation = self.store.read(transfer.slot, buffer.data_ptr(), defer=not on_demand)
+        if transfer.codec is None:
+            return Read(operation, loaded=buffer)
+        return Read(operation, payload=buffer)
+
+    def advance_load(self, region: Region) -> None:
+        return None
+
+    def end_load(self, region: Region) -> Arrival | None:
+        if region.transfer.payload is None or region.transfer.loaded is not None:
+            return None
+        return Arrival(self._encoding.decode(region))
+
+    def reserve_target(self, region: Region) -> Target:
+        raise AssertionError("what the pool reads lies in the arena")
+
+    def poll(self) -> None:
+        return None
+
+    def passing(self) -> None:
+        return None
+
+    def returning(self) -> None:
+        return None
+
+
+def address_of(region: Region) -> int:
+    """Address of what is stored: of the payload, or of the region."""
+    payload = region.transfer.payload
+    return region.pointer + region.start if payload is None else payload.data_ptr()

@@ -1,0 +1,241 @@
+"""Types of the cost model: blocks, choices, the machine, the order of passes, and the outcome of a simulated step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+__all__ = [
+    "COMPRESS",
+    "DEVICE",
+    "KEEP",
+    "RECOMPUTE",
+    "Block",
+    "BlockTimes",
+    "Choice",
+    "Link",
+    "Machine",
+    "Pass",
+    "StepTimeline",
+    "Tier",
+    "one_after_the_other",
+    "one_forward_one_backward",
+]
+
+DEVICE = "device"
+"""The tier name of tensors that stay where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of the model that has one action: a transformer layer, a module, or a single region.
+    Seconds and bytes are those of one microbatch on one rank."""
+
+    name: str
+    forward: float
+    backward: float
+    saved: int
+    """Bytes saved for backward that may be offloaded or recomputed."""
+    recompute: float = 0.0
+    """Seconds of running its forward again."""
+    inputs: int = 0
+    """Bytes of `saved` and `small` that stay where the block is recomputed: what its forward runs again from."""
+    fixed: int = 0
+    """Bytes alive from its forward to its backward whatever is chosen: outputs that the caller holds."""
+    small: int = 0
+    """Bytes of saved tensors that are too small to leave: alive until its backward, unless it is recomputed."""
+    forward_transient: int = 0
+    """Bytes alive during its forward only."""
+    backward_transient: int = 0
+    """Bytes alive during its backward only: gradients of activations, workspaces."""
+    first_operator: float = 0.0
+    """Of `forward`, seconds until its first tensor is saved. The copies of what was saved before begin after it."""
+    storing: float = 0.0
+    """Seconds beside these that the host spends on beginning its stores, where it is the device that computes (CPU) and the block
+    is offloaded."""
+    loading: float = 0.0
+    """The same for bringing its tensors back, without waits."""
+    held: int = 0
+    """Of `saved`, bytes that the program has too: a store does not free them before forward is past the block and `held_blocks`
+    more."""
+    held_blocks: int = 0
+    continues: bool = False
+    """Its operator saves what follows too: stores begin after that."""
+    parts: tuple[Block, ...] = ()
+    """What it saves, in forward order, where that is known more finely: stores begin and loads are needed part by part. Their
+    seconds and bytes add up to the block's."""
+    forward_loads: int = 0
+    """Bytes of model state that come to the device for its forward (its parameters, where they pass through buffers)."""
+    backward_loads: int = 0
+    """The same for its backward: its parameters again, and gradients that are summed on the device."""
+    backward_stores: int = 0
+    """Bytes of model state that leave after its backward: gradients."""
+    compressed: Block | None = None
+    """The block as it is where its linear layers keep compressed inputs; None: that saves nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What happens to a block's saved tensors."""
+
+    tier: str = DEVICE
+    """Where they go: the name of a tier, or `DEVICE`."""
+    recompute: bool = False
+    """Drop `saved`, keep `inputs` (in `tier`), and run the forward again in backward."""
+    compress: bool = False
+    """The block is `Block.compressed`. Lossy."""
+    ratio: float = 1.0
+    """Bytes after encoding over bytes before; 1: no codec."""
+    encode: float = 0.0
+    """Seconds of encoding, on the stream that computes, after the block's forward."""
+    decode: float = 0.0
+    """Seconds of decoding, before its backward."""
+    share: float = 1.0
+    """Of the bytes, what goes to `tier`; the others are copied, and the copy stays on the device."""
+
+    @property
+    def lossy(self) -> bool:
+        return self.compress or self.ratio != 1.0
+
+
+KEEP = Choice()
+RECOMPUTE = Choice(recompute=True)
+COMPRESS = Choice(compress=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Tier:
+    """A place for offloaded bytes.
+
+    Args:
+        name: as in `Choice.tier`.
+        write, read: bytes per second for this rank.
+        shared: reads and writes take turns; else both run at full speed at once.
+        latency: seconds of a transfer on top, overlapped with others.
+        depth: writes that may be under way at once, which cannot be cancelled any more; they share the bandwidth in turn.
+        capacity: bytes; a store that finds no room stays on the device. None: no limit.
+    """
+
+    name: str
+    write: float
+    read: float
+    shared: bool = False
+    latency: float = 0.0
+    depth: int = 1
+    capacity: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Between a device and the host: bytes per second each way, at the same time."""
+
+    to_host: float
+    to_device: float
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Bandwidths and buffers available to transfers. See `ssdtrain.planner.model.simulation` for `in_flight`, `prefetch` and
+    `window` (bytes).
+
+    `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
+    back into, where it is of the memory that activations take; it is there all the time, or where not `buffers_stay` if
+    something leaves. `together`: bytes of writes that are queued before an idle tier begins them (CPU). `in_order`: without a
+    link, tensors leave when later stores need
+    their room in `in_flight`, and not before. `hook`: seconds of the host for one operator and its
+    hook, with a link, where the host is ahead of the device by as much as it is faster; None: not known, and it is not ahead.
+    `copies`: bytes per second of a copy within the memory that tensors are in; None: not known, and blocks leave whole.
+    `state`: the drives of model state that passes through the device (see `StateStreaming`), the same as the tier of
+    that name; None: it is in host memory. `state_buffers`: blocks whose state is there at a time, beside those that stay.
+    """
+
+    tiers: tuple[Tier, ...] = ()
+    link: Link | None = None
+    in_flight: int = 1 << 60
+    prefetch: int = 1 << 60
+    window: int = 1 << 60
+    buffers: int = 0
+    together: int = 0
+    hook: float | None = None
+    copies: float | None = None
+    in_order: bool = False
+    state: Tier | None = None
+    state_buffers: int = 2
+    buffers_stay: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A forward or backward of one microbatch on one chunk, or `seconds` in which nothing is computed (a
+    bubble, the optimizer)."""
+
+    kind: Literal["forward", "backward", "idle"]
+    microbatch: int = 0
+    chunk: int = 0
+    seconds: float = 0.0
+
+
+def one_after_the_other(microbatches: int = 1) -> list[Pass]:
+    """Forward and backward of each microbatch in turn."""
+    order = []
+    for number in range(microbatches):
+        order += [Pass("forward", number), Pass("backward", number)]
+    return order
+
+
+def one_forward_one_backward(microbatches: int, alive: int) -> list[Pass]:
+    """1F1B on a stage that has at most `alive` microbatches between forward and backward (stages after it,
+    and itself)."""
+    order = [Pass("forward", number) for number in range(min(alive, microbatches))]
+    for number in range(microbatches):
+        order.append(Pass("backward", number))
+        if number + alive < microbatches:
+            order.append(Pass("forward", number + alive))
+    return order
+
+
+@dataclass(slots=True)
+class BlockTimes:
+    """What one block cost in the step, over all microbatches."""
+
+    store_stall: float = 0.0
+    """Seconds that forward waited for its store."""
+    load_stall: float = 0.0
+    """Seconds that backward waited for its load."""
+    stored: int = 0
+    """Bytes written to its tier; less than was chosen where stores were cancelled or found no room."""
+
+    @property
+    def hidden(self) -> bool:
+        """No computation waited for its transfers."""
+        return self.store_stall + self.load_stall < 1e-9
+
+
+@dataclass(slots=True)
+class StepTimeline:
+    """The outcome of `simulate`."""
+
+    seconds: float
+    """From the first forward to the end of the last pass, of the last step."""
+    compute_seconds: float
+    """Forward, backward, recomputation and codecs."""
+    idle_seconds: float
+    store_stall: float
+    load_stall: float
+    peak_bytes: int
+    """The most bytes on the device at once, of what the blocks describe."""
+    peak_seconds: float
+    """When that was first reached."""
+    written: dict[str, int] = field(default_factory=dict)
+    """Bytes by tier."""
+    read: dict[str, int] = field(default_factory=dict)
+    tier_peak: dict[str, int] = field(default_factory=dict)
+    """The most bytes at once, by tier."""
+    blocks: list[list[BlockTimes]] = field(default_factory=list)
+    """[chunk][block]"""
+    memory: list[tuple[float, int]] = field(default_factory=list)
+    """(seconds from the first forward, bytes on the device from then on), where it was asked for."""
+
+    @property
+    def stall(self) -> float:
+        return self.store_stall + self.load_stall

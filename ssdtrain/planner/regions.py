@@ -1,0 +1,378 @@
+"""Plans by regions of a tape: of saved tensors, whatever module saved them. Nothing is recomputed.
+
+Note: [Rest]
+Where nothing is worth moving, hooks on saved tensors are all cost. So when a plan keeps everything, and the config has no limit
+that is to be watched, forwards run without hooks. After `PROBE_PERIOD` steps, and twice as many each time that nothing new came
+of it, one step has them again, and a plan is made from it. Larger inputs of a model end the rest at once, before their forward,
+and everything is offloaded until there is a plan for them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.tensors.meter import Peaks
+from ssdtrain.planner.decisions import Outcome, decision_table
+from ssdtrain.planner.input_sizes import InputSizes
+from ssdtrain.planner.measured import Profile, regions_problem
+from ssdtrain.planner.model import types as step
+from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.model.types import DEVICE, Choice, Machine
+from ssdtrain.planner.plans import Plan, SearchProblem
+from ssdtrain.planner.recent import STEPS, RecentSteps
+from ssdtrain.planner.subject import PlanSubject
+from ssdtrain.profile.passes import StepRecord
+
+if TYPE_CHECKING:
+    from ssdtrain.planner.controller import PlanController
+
+__all__ = ["PROBE_PERIOD", "WARM_UP", "AdaptivePolicy", "Regions", "measure_by_one"]
+
+logger = logging.getLogger("ssdtrain")
+
+WARM_UP = 2
+"""Steps before the first plan: the first one has costs of its own."""
+
+CALM_PERIOD = 8
+"""Steps between two that are recorded, while nothing changes."""
+
+PROBE_PERIOD = 16
+"""Steps after which a plan that offloads nothing lets one region go, to see whether the drive is faster now."""
+
+MOST_REST = 128
+"""Maximum steps of a rest. See Note: [Rest]."""
+
+PATIENCE = 8
+"""Steps after `WARM_UP` in which nothing was saved that may move, or nothing was written because backward came before every
+write: then a plan is made without bandwidths, and keeps everything."""
+
+RESTS = (
+    'offload.amount is "auto", and nothing is worth moving: forwards run without saved-tensor hooks from here on. A step in '
+    "every %d to %d has them, to see whether that changes, and so have forwards with larger inputs"
+)
+
+FASTER = "to see whether the tiers are faster now"
+SEVERAL = "several steps are profiled now"
+
+REMEMBERED = 8
+"""Forwards of a chunk whose largest says how large its tapes are."""
+
+
+class AdaptivePolicy:
+    """Offloads what its plan says, and everything before there is one and past its end: memory must not run
+    out first.
+
+    The plan changes between steps only (`ssdtrain.planner.controller`), and holds no state that a checkpoint
+    would need: three steps suffice to learn it again.
+    """
+
+    needs_modules = False
+
+    def __init__(self) -> None:
+        self.plans: dict[int, tuple[Action, ...]] = {}
+        """By model chunk: what happens to the region at each position of a tape."""
+        self.largest: dict[int, int] = {}
+        """By model chunk: bytes saved by its largest forward so far."""
+        self.forwards = 0
+        """That saved something."""
+        self._bytes: dict[int, deque[int]] = {}
+        self._planned: dict[int, int] = {}
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        plan = self.plans.get(saved.chunk)
+        if plan is None or saved.position >= len(plan):
+            return OFFLOAD
+        return plan[saved.position]
+
+    def observe(self, forward: ForwardProfile) -> None:
+        if forward.saved_bytes:
+            self.forwards += 1
+            chunk = forward.chunk
+            self.largest[chunk] = max(self.largest.get(chunk, 0), forward.saved_bytes)
+            self._bytes.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
+
+    def follow(self, plans: Mapping[int, Sequence[Action]]) -> None:
+        """Follow these plans from the next tape on. Called between steps."""
+        self.plans = {chunk: tuple(plan) for chunk, plan in plans.items()}
+        self._planned = {chunk: max(sizes) for chunk, sizes in self._bytes.items()}
+
+    def shape_changed(self) -> bool:
+        """The largest of the latest tapes of a chunk has another size than when the plan was made, by a fifth
+        and more."""
+        for chunk, sizes in self._bytes.items():
+            before = self._planned.get(chunk)
+            if before is not None and not 0.8 * before <= max(sizes) <= 1.2 * before:
+                return True
+        return False
+
+
+class Regions(PlanSubject):
+    """The regions of one engine's tapes, which a plan keeps or offloads.
+
+    Args:
+        engine: has `policy`.
+        limited: the config has a limit of memory: forwards always have hooks.
+        strict: that limit is one of the section plan.
+
+    Attributes:
+        profile: the latest recorded step; None: there is none yet.
+    """
+
+    METRICS = "auto"
+    MEASURES_OUTCOME = True  # what came of a plan is said with its table, two steps later
+    SETTLES = SEVERAL
+    ENDLESS = 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
+
+    def __init__(
+        self, engine: OffloadEngine, policy: AdaptivePolicy, *, limited: bool = False, strict: bool = False
+    ) -> None:
+        super().__init__()
+        self.profile: Profile | None = None
+        self.policy = policy
+        self._engine, self._recorder = engine, engine.recorder
+        self._limited, self._strict = limited, strict
+        # With their steps and the peaks of these without offload; the device has not passed them yet.
+        self._records: list[tuple[int, int, StepRecord]] = []
+        self._peak = 0  # of the step of `profile`
+        self._planned_profile: Profile | None = None
+        self._recent = RecentSteps()
+        self._since = WARM_UP  # the next plan is made from a profile of this step, or a later one
+        self._stall_seconds = 0.0
+        self._unused, self._evaluated = (
+            0,
+            False,
+        )  # forwards so far whose backward never came; one in this step
+        # See Note: [Rest].
+        self._rest_steps, self._wakes_at, self._said_rest = PROBE_PERIOD, 0, False
+        self._input_sizes = InputSizes(self._inputs_grew)
+
+    def begin(self, controller: PlanController) -> None:
+        super().begin(controller)
+        self._recorder.request("plan", True)
+
+    # Events
+
+    def attach(self, model: nn.Module) -> None:
+        self._input_sizes.watch(model)
+
+    def before_call(self, module: nn.Module, arguments: Any) -> None:
+        self._input_sizes.called(module, arguments)
+
+    def unended(self) -> None:
+        if self.controller.steps:  # they end, after many forwards
+            self._recorder.stop("plan")
+        else:
+            self._recorder.request("plan", False)
+
+    def detach(self) -> None:
+        self._input_sizes.remove()
+        self._engine.rest(False)
+
+    # A step
+
+    def step_ended(self, unoffloaded: int) -> bool:
+        record, fresh = self._recorder.take(), False
+        if record.order:
+            self._records.append((self.controller.steps, unoffloaded, record))
+        while self._records and self._records[0][2].passed():
+            number, peak, record = self._records.pop(0)
+            profile = Profile(record, self._recent if number >= WARM_UP else None)
+            if profile.chunks:
+                self.profile, self._peak = profile, peak
+                fresh = number >= self._since
+        unused = self.policy.forwards - self._engine.prefetcher.backwards
+        self._evaluated, self._unused = unused > self._unused, unused
+        return fresh
+
+    def ready(self, fresh: bool) -> bool:
+        known = self.controller.derating.known or self.controller.steps >= WARM_UP + PATIENCE
+        return fresh and self.profile is not None and known
+
+    def due(self) -> str:
+        if self.policy.shape_changed():
+            return self.controller.request("the size of the tapes changed", reshaped=True)
+        if self.profile is not None and self._planned_from < STEPS <= self.profile.steps:
+            return self.controller.request(SEVERAL)
+        return ""
+
+    @property
+    def _planned_from(self) -> int:
+        """Number of steps that the latest plan was made from."""
+        return 0 if self._planned_profile is None else self._planned_profile.steps
+
+    def requested(self) -> None:
+        self._since = self.controller.steps
+
+    def moves(self) -> bool:
+        return True  # one region is written in any case
+
+    def probes(self) -> bool:
+        return self._writes_nothing() and self.controller.steps >= self.controller.planned_at + PROBE_PERIOD
+
+    def _writes_nothing(self) -> bool:
+        """Whether the plan writes nothing to the tier whose bandwidth may change: the drives, where there is host memory too."""
+        plan, problem = self.controller.plan, self.controller.problem
+        if plan is None or problem is None:
+            return False
+        tiers = {problem.choice(name).tier for name in plan.actions}
+        return tiers <= ({DEVICE, "host"} if self.controller.derating.both else {DEVICE})
+
+    def stalled(self, fresh: bool, total: float) -> float | None:
+        """See `PlanSubject`. What a device waited is known of steps that were recorded."""
+        seconds = self._engine.metrics.stall_seconds
+        stall, self._stall_seconds = seconds - self._stall_seconds, seconds
+        if self._evaluated:
+            total = 0.0
+        if self._engine.device.kind != "cpu":  # the host may wait while the device computes what was queued
+            if not fresh or self.profile is None:
+                return None
+            stall, total = self.profile.stall, self.profile.seconds
+        return stall / total if total else None
+
+    def settle(self) -> None:
+        controller = self.controller
+        calm = not controller.reason and controller.steps > controller.planned_at + 3
+        self._recorder.request("plan", not calm or controller.steps % CALM_PERIOD == 0)
+        if self._nothing_to_do(controller):
+            self._rest(controller.steps)
+
+    # Rest
+
+    @property
+    def resting(self) -> bool:  # type: ignore[override]
+        return self._wakes_at > 0
+
+    def _nothing_to_do(self, controller: PlanController) -> bool:
+        """See Note: [Rest]."""
+        if self._limited or self._strict or controller.derating.both or self._input_sizes.blind:
+            return False
+        if controller.plan is None:  # nothing was saved that may move
+            return self.profile is None and controller.steps >= WARM_UP + PATIENCE
+        # Of forwards that vary in size no several are alike.
+        several = self._planned_from >= STEPS or controller.steps >= controller.planned_at + CALM_PERIOD
+        return several and controller.settled and self._writes_nothing()
+
+    def _rest(self, steps: int) -> None:
+        self._wakes_at = steps + self._rest_steps
+        self._rest_steps = min(MOST_REST, 2 * self._rest_steps)
+        self._recorder.request("plan", False)
+        self._input_sizes.settle()
+        self._engine.rest(True)
+        if not self._said_rest:
+            self._said_rest = True
+            logger.warning(RESTS, PROBE_PERIOD, MOST_REST)
+
+    def rested(self) -> None:
+        if self.controller.steps >= self._wakes_at:
+            self._wake(FASTER)
+
+    def _wake(self, why: str, *, reshaped: bool = False) -> None:
+        self._wakes_at = 0
+        self._engine.rest(False)
+        self._recorder.request("plan", True)
+        self.controller.request(why, reshaped=reshaped)
+        self._since = self.controller.steps + 1
+
+    def _inputs_grew(self) -> None:
+        """The forward that is about to begin has larger inputs than those before."""
+        if not self.resting or self._engine.forked:
+            return
+        self._rest_steps = PROBE_PERIOD
+        self.policy.follow({})  # memory must not run out before there is a plan for them
+        self.controller.arena_used(True)
+        self._engine.defer(True)
+        self._wake("the inputs of forwards are larger", reshaped=True)
+
+    # Planning
+
+    def problem(self) -> SearchProblem:
+        profile = self.profile
+        assert profile is not None
+        machine = self.controller.machine(profile.blocks)
+        return regions_problem(profile.blocks, profile.order, machine, self._beside(profile))
+
+    def _beside(self, profile: Profile) -> int:
+        """Bytes of the activation peak beside the blocks: small saved tensors, and storages larger than their regions."""
+        choices = [[step.KEEP] * len(one) for one in profile.blocks]
+        kept = simulate(profile.blocks, choices, profile.order, Machine())
+        return max(0, self._peak - kept.peak_bytes)
+
+    def larger(self) -> float:
+        return 1.0 if self.profile is None else self.profile.outgrown(self.policy.largest)
+
+    def write_rate(self, problem: SearchProblem, borne: float | None) -> float | None:
+        rate = problem.machine.tiers[0].write
+        return rate if borne is None else min(borne, rate)
+
+    def follow(self, before: Plan | None, problem: SearchProblem, plan: Plan) -> bool:
+        profile = self.profile
+        assert profile is not None
+        choices, several = problem.choices(plan.actions), len(problem.machine.tiers) > 1
+        plans = {}
+        for chunk, spans, chosen in zip(profile.chunks, profile.spans, choices, strict=True):
+            plans[chunk] = _actions(spans, chosen, problem.machine)
+        if plans and self.controller.derating.wear is None:
+            measure_by_one(plans[min(plans)], profile.movable, both=several)
+        same = all(self.policy.plans.get(chunk) == tuple(actions) for chunk, actions in plans.items())
+        self.policy.follow(plans)
+        leaves = any(choice != step.KEEP for chosen in choices for choice in chosen)
+        if leaves:
+            self._rest_steps = PROBE_PERIOD
+        self._engine.defer(leaves)  # nothing comes for which the one region that is written would wait
+        self._planned_profile = profile
+        return same
+
+    def outcome(self, peaks: Peaks, seconds: float) -> str:
+        controller, planned = self.controller, self._planned_profile
+        plan, problem = controller.plan, controller.problem
+        if plan is None or problem is None or planned is None or self.profile is None:
+            return ""
+        limited = self._limited and not self._strict
+        waits = self._engine.snapshot().load_waits
+        outcome = Outcome(*peaks, seconds, self.profile.stall, waits, limited)
+        if not controller.same and any(block.saved for block in problem.blocks):
+            for warning in outcome.warnings():
+                logger.warning(warning)
+        return decision_table(planned.chunks, problem, plan, controller.kept, outcome)
+
+
+def _actions(spans: Sequence[tuple[int, int]], choices: Sequence[Choice], machine: Machine) -> list[Action]:
+    """What the engine does with each region of a tape: without a tier it takes host memory first.
+
+    Args:
+        spans: [begin, end) of the positions that each choice is about.
+    """
+    plan = [KEEP] * spans[-1][1]
+    for (begin, end), choice in zip(spans, choices, strict=True):
+        if choice == step.KEEP:
+            continue
+        first = len(machine.tiers) > 1 and choice.tier == machine.tiers[0].name
+        action = Action(True, tier="ssd") if first else OFFLOAD
+        if choice.share != 1:
+            action = action._replace(part=choice.share)
+        plan[begin:end] = [action] * (end - begin)
+    return plan
+
+
+def measure_by_one(plan: list[Action], movable: Sequence[int], *, both: bool) -> None:
+    """Have one region written in each step whatever becomes of the others: by it a change of the bandwidth is seen. It is the
+    first one that `plan` offloads, or else that may be.
+
+    Args:
+        movable: the positions of regions that may be offloaded; the first are taken first.
+        both: there are host memory and drives, and it is the drives that may change.
+    """
+    away = Action(True, tier="ssd") if both else OFFLOAD
+    leaving = [
+        position for position in movable if plan[position].offload and plan[position].tier == away.tier
+    ]
+    for position in (leaving or movable)[:1]:
+        action = plan[position] if leaving else away
+        plan[position] = action._replace(must_write=True)
