@@ -116,11 +116,11 @@ def test_memory_is_unpinned_when_a_device_that_is_far_behind_has_come_to_its_end
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ends = Ends()
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda chosen: None)
+    monkeypatch.setattr(device.cuda, "raw_current_stream", lambda index: 0)
     monkeypatch.setattr(device.cuda, "UNPIN_TIMEOUT", LIMIT)
     layer: Any = object.__new__(device.CudaDevice)
     layer.device = torch.device("cuda", 0)
-    layer._store_stream = layer._load_stream = None
+    layer._index = layer._store = layer._load = 0
     layer._recent = deque(ends.event(number) for number in range(COUNT))
     layer._recorded = lambda stream: ends.event(COUNT - 1)
     layer._wait_for_copies()
