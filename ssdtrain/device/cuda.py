@@ -15,6 +15,7 @@ from ssdtrain.device.bandwidth import copy_bandwidths
 from ssdtrain.device.interface import Event, uninitialised
 from ssdtrain.device.runtime import (
     address_of,
+    as_current,
     check_cuda,
     loaded_cuda_runtime,
     numa_node_of,
@@ -30,8 +31,6 @@ EVENT_POLL = 50e-6  # seconds between two looks at an event that is waited for w
 UNPIN_TIMEOUT = 30.0  # seconds in which nothing of the device ends, after which host memory stays pinned
 
 RECENT = 1024  # events recorded last that show whether the device makes progress
-
-EVENTS = 64  # handles that are made where another device is current
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
@@ -97,22 +96,16 @@ class CudaDevice:
         return self._copy(source, target, nbytes, kind, self._load, NO_STREAM, [*after])
 
     def _copy(self, source: int, target: int, *rest: Any) -> Event:
-        event = self._streams.copy(source, target, *rest)
-        if event is None:
-            self._make_events()
+        with as_current(self._index):
             event = self._streams.copy(source, target, *rest)
-            assert event is not None
+        assert event is not None
         self._recent.append(event)
         return event
 
     def load_event(self, after: Sequence[Event]) -> Event | None:
         for event in after:
-            self._streams.wait(self._load, event)
+            self.wait(event, self._load)
         return self._recorded(self._load)
-
-    def _make_events(self) -> None:
-        with torch.cuda.device(self.device):
-            self._streams.fill(EVENTS)
 
     def new_stream(self) -> int:
         handle = ctypes.c_void_p()
@@ -125,11 +118,9 @@ class CudaDevice:
         return self._recorded(stream) if stream is not None else None
 
     def _recorded(self, stream: int) -> Event:
-        event = self._streams.record(stream)
-        if event is None:
-            self._make_events()
+        with as_current(self._index):
             event = self._streams.record(stream)
-            assert event is not None
+        assert event is not None
         self._recent.append(event)
         return event
 
@@ -137,7 +128,8 @@ class CudaDevice:
         return int(event.cuda_event) if event is not None else 0  # type: ignore[attr-defined]
 
     def wait(self, event: Event, stream: Any | None = None) -> None:
-        self._streams.wait(raw_current_stream(self._index) if stream is None else stream, event)
+        with as_current(self._index):
+            self._streams.wait(raw_current_stream(self._index) if stream is None else stream, event)
 
     def block(self, event: Event, timeout: float | None = None) -> bool:
         if timeout is None:
@@ -160,8 +152,7 @@ class CudaDevice:
         current = raw_current_stream(self._index)
         if stream is None or stream == current:
             return
-        if not self._streams.follow(current, stream):
-            self._make_events()
+        with as_current(self._index):
             self._streams.follow(current, stream)
 
     def record_use(self, tensor: torch.Tensor) -> None:

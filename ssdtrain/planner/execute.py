@@ -302,7 +302,7 @@ class _Recomputed:
         if versions(tensors) != before and beside is not None:
             proven.give_up("it changes its input in place")
         elif beside is not None and not self.tried:
-            proven.try_now()
+            proven.try_now((outputs, [vars(module) for module in self.block.modules()]))
         elif versions(tensors) != before:
             raise RuntimeError(
                 f"ssdtrain.plan: the block {self.name!r} changes its input in place, and cannot run again from it in backward: "

@@ -18,6 +18,12 @@ backward while steps are profiled: backward uses what was saved, and the second 
 no error either. Either costs one more forward, and the memory of one block. The second run of a trial hands nothing to torch's
 checkpoint, and ends by an exception.
 
+Note: [What leaves a block beside its outputs]
+A block may give a tensor to somebody else: a global list of losses that the loop adds up, a forward hook that collects what
+routers return. In a trial in forward it would come there twice, and the loss would be another one; in backward that loss has been
+computed. So a block is not tried in forward if a tensor of its graph, made in its first run, has an owner that is not known.
+Known are the outputs, what was saved, and attributes of modules, which are put back.
+
 Note: [Ranks]
 Where ranks recompute the same blocks, nothing is tried, since a trial may end by an error on one rank while others communicate. A
 block that differs stays an error there, since one rank alone cannot leave it out.
@@ -25,6 +31,7 @@ block that differs stays an error there, since one rank alone cannot leave it ou
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import math
@@ -42,6 +49,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils.checkpoint import CheckpointError
 
 from ssdtrain.offload.functorch import disabled_because, replaced_hooks, top_hooks, without_modes
+from ssdtrain.profile.containers import leaves
 
 __all__ = ["COMPARED_EVERY", "COMPARED_FIRST", "Proven", "Recomputations"]
 
@@ -71,6 +79,7 @@ class Recomputations:
         self.differing: dict[str, str] = {}
         """Names of blocks that computed other values when they ran again, with what differed."""
         self._alike: set[str] = set()
+        self._untried: set[str] = set()  # these give tensors away
         self._agreed, self._steps = agreed, 0
         self._warned = False
 
@@ -81,7 +90,11 @@ class Recomputations:
 
     def tries(self, name: str) -> bool:
         """Whether the block, which is to be recomputed, is tried in forward before. See Note: [Trials] and Note: [Ranks]."""
-        return self.compares and not self._agreed and name not in self._alike
+        return self.compares and not self._agreed and name not in self._alike and name not in self._untried
+
+    def note_untried(self, name: str) -> None:
+        """A block gives tensors away: see Note: [What leaves a block beside its outputs]."""
+        self._untried.add(name)
 
     def step_ended(self) -> None:
         self._steps += 1
@@ -159,6 +172,8 @@ class Proven:
         self.name, self.recomputations, self.beside = name, recomputations, beside
         self._function, self._compared = function, compared
         self.saved: list[weakref.ref[_Saved]] = []
+        self.packed: list[weakref.ref[torch.Tensor]] = []  # for a trial
+        self._since = 0 if beside is None else _sequence_number()
         # torch's own, while the block runs: a graph keeps our pack hook as long as it lives, and torch's keep the block's inputs.
         self.hooks: Any = None
         self.tries = self._began = self._tried = False
@@ -194,17 +209,32 @@ class Proven:
             raise _TrialEnded
         return outputs
 
-    def try_now(self) -> None:
+    def try_now(self, known: Any) -> None:
         """Run the block again inside of its forward, which has ended. If that is alike, backward runs it again; else it uses what
-        the forward saved."""
+        the forward saved.
+
+        Args:
+            known: outputs and attributes of the block.
+        """
         saved = self._alive()
-        if self._first is not None and saved:
+        if self._first is not None and saved and self._gives_away(known):
+            self.recomputations.note_untried(self.name)
+        elif self._first is not None and saved:
             self._try_again(saved[0])
         if self.name in self.recomputations.differing:
             self._drop_holders()
         else:
             for one in saved:
                 one.beside = None
+
+    def _gives_away(self, known: Any) -> bool:
+        """See Note: [What leaves a block beside its outputs]."""
+        owned = {id(leaf) for leaf in leaves(known)}
+        owned |= {id(tensor) for reference in self.packed if (tensor := reference()) is not None}
+        return any(
+            issubclass(type(one), torch.Tensor) and id(one) not in owned and _made_since(one, self._since)
+            for one in gc.get_objects()
+        )
 
     def try_once(self, saved: _Saved) -> None:
         """Run the block again inside of backward, unless it was tried."""
@@ -309,6 +339,7 @@ def _pack(proven: Proven, run: _Run, tensor: torch.Tensor) -> Any:
     if run.most is None:
         if proven.beside is None:
             return pack(tensor)
+        proven.packed.append(weakref.ref(tensor))
         saved = _Saved((proven.beside[0](tensor),), pack(tensor), unpack)
         proven.saved.append(weakref.ref(saved))
         return saved
@@ -335,6 +366,19 @@ def _unpack_beside(proven: Proven, saved: _Saved) -> torch.Tensor:
         return _unpack_again(proven, saved.unpack, saved.holder)
     proven.try_once(saved)
     return proven.beside[1](*saved.beside)  # type: ignore[no-any-return]
+
+
+def _sequence_number() -> int:
+    """Return that of a new node of this thread's graphs: later ones have larger numbers."""
+    with without_modes(), torch.enable_grad():
+        node = torch.empty((), requires_grad=True, device="cpu").view(()).grad_fn
+    return 0 if node is None else int(node._sequence_nr())  # type: ignore[attr-defined]
+
+
+def _made_since(tensor: torch.Tensor, since: int) -> bool:
+    with torch._C.DisableTorchFunctionSubclass():
+        node = tensor.grad_fn
+    return node is not None and node._sequence_nr() > since  # type: ignore[attr-defined]
 
 
 @cache

@@ -9,8 +9,8 @@ DistributedDataParallel writes into all buffers before each forward, BatchNorm a
 only where it saved the buffer, and not every write moves a version (`F.batch_norm`). So the first run copies the small buffers,
 which most of those that change are, and each run after it has copies of these in their place, also to write into: what a forward
 counts is counted once. Large ones (a mask, a table of positions) would take memory that the plan does not know of, a copy of one
-that requires a gradient is not the tensor that gets it, and copies of two that share memory do not: when the version of one of
-these has moved, the second run is an error.
+that requires a gradient is not the tensor that gets it: when the version of one of these has moved, the second run is an error.
+Buffers that share memory (views of one small tensor) share their copy.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class _Buffer(NamedTuple):
     version: int
     values: torch.Tensor | None
     """A copy; None: it has none."""
+    shared: bool
+    """Others share its memory, and their copies that of its copy."""
 
 
 class SameAttributes:
@@ -81,7 +83,12 @@ class SameAttributes:
             now.put_back()
 
     def _put_copies(self) -> None:
-        new = {id(one.tensor): one.values.clone() for one in self._buffers if one.values is not None}
+        memory: dict[int, Any] = {}
+        new = {
+            id(one.tensor): _copy_in(memory, one.values) if one.shared else one.values.clone()
+            for one in self._buffers
+            if one.values is not None
+        }
         for module in self._block.modules() if new else ():
             for name, buffer in module._buffers.items():
                 if id(buffer) in new:
@@ -89,13 +96,28 @@ class SameAttributes:
 
 
 def _copied(buffers: list[torch.Tensor]) -> list[_Buffer]:
-    shared = Counter(map(_storage, buffers))
+    needing = {_storage(one) for one in buffers if one.requires_grad}
+    number = Counter(map(_storage, buffers))
+    memory: dict[int, Any] = {}
 
     def copied(one: torch.Tensor) -> torch.Tensor | None:
+        if _storage(one) in needing:
+            return None
+        if number[_storage(one)] > 1:
+            return _copy_in(memory, one) if one.untyped_storage().nbytes() <= SMALL else None
         small = one.layout is not torch.strided or one.nbytes <= SMALL  # a sparse tensor has no nbytes
-        return one.detach().clone() if small and not one.requires_grad and shared[_storage(one)] < 2 else None
+        return one.detach().clone() if small else None
 
-    return [_Buffer(one, one._version, copied(one)) for one in buffers]
+    return [_Buffer(one, one._version, copied(one), number[_storage(one)] > 1) for one in buffers]
+
+
+def _copy_in(memory: dict[int, Any], one: torch.Tensor) -> torch.Tensor:
+    """Return a copy of a tensor in a copy of its storage, which is made once for all tensors of `memory`."""
+    key = _storage(one)
+    if key not in memory:
+        memory[key] = one.untyped_storage().clone()
+    place = one.storage_offset(), one.size(), one.stride()
+    return torch.empty(0, dtype=one.dtype, device=one.device).set_(memory[key], *place)
 
 
 def _storage(buffer: torch.Tensor) -> int:

@@ -360,7 +360,16 @@ class PythonPool:
     def _work(self, queue: int, direction: int) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         mark_worker()
-        transfer, activity = self._make_transfer(), self._activity[queue][direction]
+        made: list[
+            TransferPiece
+        ] = []  # with the first piece, whose operation fails where there is no memory for it
+
+        def transfer(operation: PythonOperation, piece: ImagePiece) -> int:
+            if not made:
+                made.append(self._make_transfer())
+            return made[0](operation, piece)
+
+        activity = self._activity[queue][direction]
         waiting = self._waiting[queue][direction]
         while (taken := waiting.get()) is not None:
             operation, piece = taken

@@ -102,6 +102,35 @@ def test_another_device_may_be_current(layer: CudaDevice) -> None:
     assert torch.equal(memory.cpu(), host)
 
 
+@pytest.mark.usefixtures("late")
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices (EMULATED_DEVICES)")
+def test_the_default_stream_is_that_of_the_device_where_another_is_current(layer: CudaDevice) -> None:
+    host = torch.empty(NBYTES, dtype=torch.uint8, pin_memory=True)
+    source = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda:0")
+    back = torch.zeros_like(source)
+    slow = torch.cuda.Stream(0)
+    for value in range(1, 4):
+        torch.cuda._sleep(3_000_000)
+        source.fill_(value)
+        with torch.cuda.device(1):
+            stored = layer.copy_to_host(source.data_ptr(), host.data_ptr(), NBYTES)
+            assert stored is not None
+            layer.wait(stored)
+        source.fill_(255)
+        with torch.cuda.stream(slow):
+            torch.cuda._sleep(3_000_000)
+        with torch.cuda.device(1):
+            slept = layer.record(slow.cuda_stream)
+            assert slept is not None
+            after = [stored, slept]
+            loaded = layer.copy_to_device(host.data_ptr(), back.data_ptr(), NBYTES, after)
+            assert loaded is not None
+            layer.wait(loaded)
+            layer.wait_stream(slow.cuda_stream)
+        found = back.clone()
+        assert torch.equal(found.cpu(), torch.full_like(host, value))
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two devices (EMULATED_DEVICES)")
 def test_an_error_of_the_runtime_is_raised_and_not_left_for_the_next_kernel(layer: CudaDevice) -> None:
     other = torch.cuda.Stream(1)

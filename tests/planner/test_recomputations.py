@@ -416,6 +416,46 @@ def test_a_block_of_which_only_the_output_differs_has_right_gradients() -> None:
     assert x.grad is not None and again.grad is not None and torch.equal(x.grad, again.grad)
 
 
+class Routes(nn.Module):
+    """Gives `LOSSES`, a list of the loop's, a tensor by a forward hook, and keeps one as an attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router, self.up = nn.Linear(8, 4), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gates = self.router(x).softmax(-1)
+        self.load = gates.square().sum()
+        return x + self.up(x).tanh() * gates[..., :1]
+
+
+LOSSES: list[torch.Tensor] = []
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_block_that_gives_a_tensor_to_the_loop_does_not_run_twice_before_its_loss(given: bool) -> None:
+    def found(recomputed: bool) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        model, runs = nn.Module(), []
+        model.block = block = Routes()
+        block.up.register_forward_hook(lambda *_: runs.append(1))
+        if given:
+            block.router.register_forward_hook(lambda _, __, output: LOSSES.append(output.square().sum()))
+        if recomputed:
+            recompute_blocks(model, {"block": "recompute"})
+        LOSSES.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            loss = block(torch.ones(4, 8)).sum() + block.load + sum(LOSSES)
+        runs_in_forward = len(runs)
+        loss.backward()
+        LOSSES.clear()
+        return [loss, *[one.grad for one in block.parameters() if one.grad is not None]], runs_in_forward
+
+    (plain, _), (recomputed, runs) = found(False), found(True)
+    assert equal(plain, recomputed)
+    assert runs == (1 if given else 2)
+
+
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_one_or_two_integers_on_a_gpu_prove_nothing(size: tuple[int, ...]) -> None:
     """As the state of a generator that attention saves unwritten where nothing is dropped."""
