@@ -22,7 +22,7 @@ import ssdtrain
 from ssdtrain.planner import recomputations
 from ssdtrain.planner.execute import recompute_blocks
 from ssdtrain.planner.recomputations import COMPARED_EVERY, COMPARED_FIRST
-from tests.planner.test_plan_auto import auto_of, equal
+from tests.planner.test_plan_auto import auto_of, blocks_of, equal
 from tests.planner.test_plan_safety import LEAST
 
 WIDTH, BLOCKS = 48, 6
@@ -345,10 +345,10 @@ def test_a_trial_keeps_nothing_for_a_graph_that_is_retained(tmp_path: Path) -> N
     frames = lambda: [one for one in gc.get_objects() if isinstance(one, _CheckpointFrame)]  # noqa: E731
     planned = Loop(Net())
     with ssdtrain.attach(planned.net, with_tiers(LEAST, True, tmp_path)) as runtime:
-        while not auto_of(runtime)._recomputations._alike:
+        while not blocks_of(runtime)._recomputations._alike:
             loss = planned.net(torch.randn(64, WIDTH))
             loss.backward(retain_graph=True)
-            if auto_of(runtime)._recomputations._alike:
+            if blocks_of(runtime)._recomputations._alike:
                 assert not frames()
             planned.optimizer.step()
             del loss
