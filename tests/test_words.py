@@ -10,11 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("ssdtrain", "ssdtrain_ds", "ssdtrain_megatron")
 
-EXEMPT = {
-    "ssdtrain/device",
-    "ssdtrain/planner",
-    "ssdtrain/profile",
-}
+EXEMPT: set[str] = set()
 """Rooms whose words are still to be mended; both tests leave them out. A room that is done leaves the set; empty, it is off."""
 
 FRAGMENT = re.compile(

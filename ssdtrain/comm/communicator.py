@@ -47,7 +47,7 @@ from ssdtrain.comm.policy import Policy, codec_of
 from ssdtrain.comm.references import References
 from ssdtrain.comm.routing import CHANGED, IN_FULL, Route, Router
 from ssdtrain.comm.topology import node_name, world_if_none
-from ssdtrain.comm.work import ChainedWork, CompressedWork, Streams, UnderWay
+from ssdtrain.comm.work import ChainedWork, CodingStreams, CompressedWork, UnderWay
 from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS
 
@@ -99,7 +99,7 @@ class Communicator:
         self.loss_scale: Callable[[], float] | None = None
         """Factor that float16 training multiplies the gradients of a backward by, read once in each. None: 1."""
         self._scaled_at: tuple[int, int] | None = None
-        self._streams = Streams(self.device)
+        self._streams = CodingStreams(self.device)
         self._under_way = UnderWay()
         for spec in sorted(policy.specs(self.steps)):
             warm_up(codec_of(spec), self.device, (torch.float32, torch.bfloat16))

@@ -31,7 +31,7 @@ MessageSteps = Generator[Any, None, None]
 """Yields what has a `wait()`."""
 
 
-class Streams:
+class CodingStreams:
     """The communication streams of a device, one per parallel dimension: coding for one does not wait for messages of another.
 
     Their priority is high, because what waits for a collective waits for its coding too.

@@ -15,7 +15,7 @@ HOST_COPY_PROBE = 16 << 20  # bytes of a copy by which the memory of a host is m
 
 @functools.cache
 def host_copy_bandwidth() -> float:
-    """Of copies into fresh memory of the host, whose pages the system has yet to give."""
+    """Measure copies into fresh memory of the host, whose pages the system has yet to give, in bytes per second."""
     source = torch.zeros(HOST_COPY_PROBE, dtype=torch.uint8, device="cpu")
     began = time.perf_counter()
     for _ in range(2):
@@ -25,7 +25,8 @@ def host_copy_bandwidth() -> float:
 
 @functools.cache
 def copy_bandwidths(device: torch.device) -> tuple[float, float, float]:
-    """Of a CUDA device: to pinned host memory, from it, and within device memory. Blocks the host at the first call."""
+    """Measure a CUDA device's copies to pinned host memory, from it, and within device memory, in bytes per second. Blocks the
+    host at the first call."""
     host = torch.empty(LINK_PROBE, dtype=torch.uint8, device="cpu", pin_memory=True)
     memory = torch.empty(LINK_PROBE, dtype=torch.uint8, device=device)
     half = LINK_PROBE // 2

@@ -30,7 +30,7 @@ EVENT_POLL = 50e-6  # seconds between two looks at an event that is waited for w
 
 UNPIN_TIMEOUT = 30.0  # seconds in which nothing of the device ends, after which host memory stays pinned
 
-RECENT = 1024  # events recorded last that show whether the device makes progress
+_RECENT = 1024  # events recorded last that show whether the device makes progress
 
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
@@ -57,7 +57,7 @@ class CudaDevice:
         self._origin: Origin | None = None  # of timestamps
         self._link: tuple[float, float] | None = None
         self._copies: float | None = None
-        self._recent: deque[Event] = deque(maxlen=RECENT)
+        self._recent: deque[Event] = deque(maxlen=_RECENT)
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)

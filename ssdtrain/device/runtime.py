@@ -101,8 +101,8 @@ def loaded_cuda_runtime(maps: Path = Path("/proc/self/maps")) -> ctypes.CDLL:
 
 
 def _cuda_runtime_path(maps: str) -> str:
-    """Of the text of /proc/self/maps: torch's own library, by which its symbols are found in the runtime that it is linked with;
-    else the only runtime there is.
+    """Find, in the text of /proc/self/maps, torch's own library, by which its symbols are found in the runtime that it is linked
+    with; else the only runtime there is.
 
     Raises:
         OSError: as `loaded_cuda_runtime`.

@@ -72,7 +72,7 @@ class Streams(Protocol):
 
 
 def make_streams(device: int) -> Streams:
-    """In C, where that was built."""
+    """Make the streams in C where that was built, else in Python with one warning."""
     runtime = loaded_cuda_runtime()
     try:
         native = importlib.import_module("ssdtrain.device._streams")

@@ -17,7 +17,7 @@ class Timestamp(Protocol):
     """A point in the time line of a device."""
 
     def seconds(self) -> float | None:
-        """On a clock of the device; None: it has not come to that point. Does not block."""
+        """Read the time on a clock of the device; None: it has not come to that point. Does not block."""
 
 
 class HostTimestamp:
@@ -52,7 +52,7 @@ class Origin:
         self._seconds = 0.0
 
     def seconds(self) -> float | None:
-        """From the first origin; None: the device has not come to it."""
+        """Read the time since the first origin; None: the device has not come to it."""
         if self._timestamp is not None:
             found = self._timestamp.seconds()
             if found is None:

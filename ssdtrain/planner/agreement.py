@@ -30,7 +30,7 @@ import torch.distributed as dist
 from ssdtrain.config import ConfigError
 from ssdtrain.device.runtime import made_current
 from ssdtrain.planner.block_times import MeasuredBlock
-from ssdtrain.planner.plans import OUTGROWN, NoPlan
+from ssdtrain.planner.plans import NoPlan, warn_outgrown
 
 __all__ = ["Agreement"]
 
@@ -40,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class _State:
+class _RankState:
     """What a rank knows at the end of a profiled step.
 
     Attributes:
@@ -148,7 +148,9 @@ class Agreement:
         saved = sum(piece.block.saved for piece in found) if found else None
         states: list[Any] = [None] * len(self._ranks)
         with made_current(self._device):
-            dist.all_gather_object(states, _State(self.blocks, dict(impure), again, saved), group=self._group)
+            dist.all_gather_object(
+                states, _RankState(self.blocks, dict(impure), again, saved), group=self._group
+            )
         if any(state.blocks != self.blocks for state in states):
             raise RuntimeError(
                 f"ssdtrain.plan: the ranks {self._ranks} have other blocks each, and could not recompute the same ones: "
@@ -212,4 +214,4 @@ class Agreement:
                 error,
             )
         else:
-            logger.warning(OUTGROWN, error)
+            warn_outgrown(error)

@@ -26,7 +26,7 @@ class ArenaCost:
         self._share = 0.0
 
     def counted(self, machine: Machine, chunks: Sequence[Sequence[Block]]) -> Machine:
-        """With the bytes that the arena takes where something of these blocks leaves."""
+        """Return the machine with the bytes that the arena takes where something of these blocks leaves."""
         saved = sum(block.saved + block.fixed for blocks in chunks for block in blocks)
         if not self._optional or not saved:
             return machine

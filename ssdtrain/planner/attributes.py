@@ -44,7 +44,7 @@ class _Tensor(NamedTuple):
 
 
 class Attributes:
-    """Those of the modules of a block at one time, by reference, and what was in their containers.
+    """Attributes of the modules of a block at one time, by reference, and what was in their containers.
 
     Args:
         block: its parameters, and the tensors among these attributes, are watched for changes in place.
@@ -86,7 +86,7 @@ class Attributes:
         return "" if changed is None else self.name_of(changed)
 
     def name_of(self, tensor: torch.Tensor) -> str:
-        """Of a parameter, buffer or attribute."""
+        """Return the name of a parameter, buffer or attribute."""
         return _name_of(tensor, self._block)
 
     def put_back(self) -> None:

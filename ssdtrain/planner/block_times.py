@@ -1,4 +1,4 @@
-"""From recorded steps to the model's blocks as the cost model reads them, where blocks may be recomputed.
+"""Turns recorded steps into the model's blocks as the cost model reads them, where blocks may be recomputed.
 
 Blocks of one kind (class and shapes of parameters) take the same time: the median of all that were measured. Where blocks were
 recomputed while steps were recorded, their saved bytes are those of the one of their kind that was not; where there is none (all
@@ -19,7 +19,7 @@ from torch import nn
 from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.model.types import COMPRESS, Block, Machine, Pass
 from ssdtrain.planner.plans import SearchProblem, actions_for
-from ssdtrain.planner.spans import Span
+from ssdtrain.planner.spans import BlockSpan
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
 
 __all__ = [
@@ -35,14 +35,14 @@ __all__ = [
 
 
 ALIKE = 0.9
-"""Of the bytes of the largest recorded forward: others as large as that count for its times."""
+"""Fraction of the bytes of the largest recorded forward that another one needs for its times to count."""
 
 PARTS = 16
-"""Of a block, that the cost model distinguishes, at least."""
+"""Least number of parts of a block that the cost model distinguishes."""
 
 
 TIMES = ("forward", "backward", "storing", "loading")
-"""Of a block, that its parts share."""
+"""Times of a block that its parts share."""
 
 _shapes: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
 
@@ -81,7 +81,11 @@ def set_parameter_shapes(block: nn.Module, shapes: Iterable[Sequence[int]]) -> N
 
 
 def pieces(
-    tape: TapeTimes, spans: Sequence[Span], recomputed: frozenset[str], outside_small: int, least: int = 0
+    tape: TapeTimes,
+    spans: Sequence[BlockSpan],
+    recomputed: frozenset[str],
+    outside_small: int,
+    least: int = 0,
 ) -> list[MeasuredBlock]:
     """The blocks of one recorded forward in order, and what is outside of them.
 
@@ -134,9 +138,9 @@ def pieces(
     return found
 
 
-def _held(spans: Sequence[Span]) -> list[dict[int, int]]:
-    """`Span.held` of each, in pieces instead of blocks. What is there at the end of the last block is taken to be there until the
-    end of forward, but for that block's own."""
+def _held(spans: Sequence[BlockSpan]) -> list[dict[int, int]]:
+    """`BlockSpan.held` of each, in pieces instead of blocks. What is there at the end of the last block is taken to be there
+    until the end of forward, but for that block's own."""
     places: list[int] = []
     count = at = 0
     for span in spans:
@@ -154,7 +158,7 @@ def _held(spans: Sequence[Span]) -> list[dict[int, int]]:
 
 
 def _parts(
-    span: Span,
+    span: BlockSpan,
     regions: Sequence[RegionTimes],
     again: float,
     forward: float,
@@ -294,7 +298,7 @@ def _grown(piece: MeasuredBlock, like: Block) -> MeasuredBlock:
 
 def read_steps(
     records: Sequence[StepRecord],
-    found: Mapping[int, tuple[Sequence[Span], int]],
+    found: Mapping[int, tuple[Sequence[BlockSpan], int]],
     recomputed: frozenset[str],
     kinds: Mapping[str, Hashable],
     earlier: Sequence[MeasuredBlock] = (),

@@ -31,7 +31,7 @@ from ssdtrain.planner.model.types import Pass, StepTimeline
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 from ssdtrain.planner.recomputations import Recomputations
-from ssdtrain.planner.spans import BlockSpans, Collectives, Span, own_generators
+from ssdtrain.planner.spans import BlockSpan, BlockSpans, Collectives, own_generators
 from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.profile.passes import StepRecord
 
@@ -53,7 +53,7 @@ EXCLUDED = (
     "and the nearest plan is followed: %s"
 )
 
-PATIENCE = 8
+_PATIENCE = 8
 """Steps after which tiers that nothing was written to (backward came before every write) are left out of the plan."""
 
 
@@ -105,7 +105,7 @@ class Blocks(PlanSubject):
         self._records: list[StepRecord] = []
         self._spans: BlockSpans | None = None  # while steps are profiled
         # By serial number of the tape: spans, small bytes outside.
-        self._found: dict[int, tuple[list[Span], int]] = {}
+        self._found: dict[int, tuple[list[BlockSpan], int]] = {}
         off = dict.fromkeys(blocks, "plan.recompute is off")
         self.impure = off if config.recompute == "off" else own_generators(blocks)
         self._ran_impure = False  # a block that must not run again was to be recomputed
@@ -273,7 +273,7 @@ class Blocks(PlanSubject):
         if len(self._records) < RECORDED:
             return []
         unknown = self._movable and not self.controller.derating.known
-        if unknown and self._steps < WARM_UP + RECORDED + PATIENCE:
+        if unknown and self._steps < WARM_UP + RECORDED + _PATIENCE:
             return []
         device = self._engine.device
         event = device.record(device.current_stream())

@@ -91,7 +91,7 @@ def offload_features(
 
 
 def _records_only(place: Placement) -> OffloadConfig:
-    """Of a plan without tiers: the engine records what is saved and when, and moves nothing."""
+    """Make the offload section of a plan without tiers: the engine records what is saved and when, and moves nothing."""
     buffer = None if place.device.type == "cpu" else 4 * MiB  # pinned, and made at start
     return OffloadConfig(host=MiB, min_bytes=RECORDED_FROM, buffer=buffer, in_flight=MiB)
 

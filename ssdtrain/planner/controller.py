@@ -32,7 +32,7 @@ from ssdtrain.planner.finder import FoundPlans, Goal, PlanFinder
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.model.types import DEVICE, Block, Machine, StepTimeline
 from ssdtrain.planner.plan_metrics import PeakLimit, PlanMetrics
-from ssdtrain.planner.plans import OUTGROWN, NoPlan, Plan, SearchProblem, kept_step
+from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem, kept_step, warn_outgrown
 from ssdtrain.planner.regions import FASTER, Regions
 from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.storage import Endurance, SpillStore
@@ -275,7 +275,7 @@ class PlanController(Feature):
             return None
         if not self.subject.warn_of_limits(error, started=self._started) and not self._warned_of_size:
             self._warned_of_size = True
-            logger.warning(OUTGROWN, error)
+            warn_outgrown(error)
         return error.nearest
 
     def _follow(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from ssdtrain.planner.model.types import KEEP, Block, BlockTimes, Choice, StepTimeline
+from ssdtrain.planner.model.types import KEPT, Block, BlockTimes, Choice, StepTimeline
 from ssdtrain.planner.plans import Plan, SearchProblem
 from ssdtrain.text import duration_text, size_text
 
@@ -21,7 +21,7 @@ class Outcome(NamedTuple):
     """What the peak would be had nothing left memory."""
     step_seconds: float
     stall_seconds: float
-    """Of a step, of the device."""
+    """Seconds that the device stood still in a step."""
     load_waits: Mapping[str, float]
     """Seconds that backward waited on the host since the start, by module."""
     limited: bool = False
@@ -53,7 +53,7 @@ class _Row(NamedTuple):
 
     @property
     def why(self) -> str:
-        if self.choice == KEEP:
+        if self.choice == KEPT:
             return "no time to hide its transfers, or no lower peak"
         return "hidden" if self.times.hidden else "not hidden"
 
@@ -93,7 +93,7 @@ def decision_table(
 
 def _action_text(choice: Choice, *, several: bool) -> str:
     """Name the action, with the tier where there are `several`."""
-    if choice == KEEP:
+    if choice == KEPT:
         return "keep"
     action = "offload" if choice.share == 1 else f"{choice.share:.0%} offloaded"
     if several:

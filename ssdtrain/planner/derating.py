@@ -47,7 +47,7 @@ is tolerated, up to `MOST_DRIFT`: a drive whose speed varies from step to step i
 
 MOST_DRIFT = 0.6
 
-SHORTEST, LONGEST = 4, 128
+SHORTEST, LONGEST_BACKOFF = 4, 128
 """Steps between two searches for one reason, where the first brought nothing new."""
 
 STALL = 0.02
@@ -64,7 +64,7 @@ CALM_STEPS = 64
 
 MOST_CALM_STEPS = 4096
 
-WEAR_SLACK = 1.05
+_WEAR_SLACK = 1.05
 """Factor over the allowed rate of the drives, in two steps in turn, that makes a plan due."""
 
 WEAR_MARGIN = 0.9
@@ -83,12 +83,12 @@ class Rates(NamedTuple):
     read: float | None
 
     def or_else(self, other: Rates) -> Rates:
-        """With those of `other` where nothing was moved."""
+        """Return these rates, with those of `other` where nothing was moved."""
         return Rates(self.write or other.write, self.read or other.read)
 
     def after(self, before: Rates) -> Rates:
-        """With those of `before` where nothing was moved. Where only writes were measured, reads are taken to have changed as
-        much: what backward needs so soon that it comes from memory is not read."""
+        """Return these rates, with those of `before` where nothing was moved. Where only writes were measured, reads are taken to
+        have changed as much: what backward needs so soon that it comes from memory is not read."""
         read = before.read
         if self.write and before.write and read:
             read *= self.write / before.write
@@ -115,8 +115,7 @@ def _median(rates: Iterable[float | None]) -> float | None:
 
 
 class Bandwidths:
-    """Of tiers under load, from the store's counters: bytes over the seconds in which at least one
-    transfer was under way.
+    """Measures tiers under load, from the store's counters: bytes over the seconds in which at least one transfer was under way.
 
     Args:
         drives, host: count these.
@@ -156,8 +155,8 @@ def differ(latest: Rates, planned: Rates, tolerated: float) -> bool:
 
 class Backoff:
     """When a search may be made again for the same reason: where it brought nothing new, after twice as many steps as the
-    time before, up to `LONGEST`. A plan that was not followed before ends that, and so do four times as many steps without a
-    reason."""
+    time before, up to `LONGEST_BACKOFF`. A plan that was not followed before ends that, and so do four times as many steps
+    without a reason."""
 
     def __init__(self) -> None:
         self._wait, self._until = SHORTEST, 0
@@ -172,7 +171,7 @@ class Backoff:
             self._wait = SHORTEST
         self._until = step if new else step + self._wait
         if not new:
-            self._wait = min(LONGEST, 2 * self._wait)
+            self._wait = min(LONGEST_BACKOFF, 2 * self._wait)
 
 
 class StallMargin:
@@ -266,7 +265,7 @@ class WearLimit:
         self._written = written
         if self._allowed is None:
             return
-        self._over = self._over + 1 if seconds and total / seconds > WEAR_SLACK * self._allowed else 0
+        self._over = self._over + 1 if seconds and total / seconds > _WEAR_SLACK * self._allowed else 0
         self.rate = self._margin * self._allowed * max(share, 0.1)
 
     def exceeded(self) -> bool:
@@ -298,7 +297,7 @@ class WearLimit:
         return True
 
     def _budget(self) -> tuple[str, str, float]:
-        """As the warnings say it: bytes per second, the drives, years."""
+        """Return the budget in the words of the warnings: bytes per second, the drives, years."""
         return size_text(self._allowed or 0), ", ".join(self._endurance.devices), self._endurance.years
 
     def planned(self, *, bound: bool, new: bool) -> None:

@@ -18,7 +18,7 @@ __all__ = ["InputSizes"]
 LARGER = 1.2
 """Factor by which inputs have grown where the method is called."""
 
-RECENT = 16
+_RECENT = 16
 """Number of latest calls of a module whose largest inputs are what others are compared with from `settle` on."""
 
 
@@ -52,7 +52,7 @@ class InputSizes:
         nbytes = sum(
             tensor.numel() * tensor.element_size() for tensor in tensors
         )  # `nbytes` raises of a sparse one
-        self._recent.setdefault(module, deque(maxlen=RECENT)).append(nbytes)
+        self._recent.setdefault(module, deque(maxlen=_RECENT)).append(nbytes)
         if nbytes <= LARGER * self._known.get(module, 0):
             return
         self._known[module] = nbytes

@@ -1,11 +1,11 @@
-"""From the regions of recorded steps to what the cost model reads: blocks and the order of passes."""
+"""Turns the regions of recorded steps into what the cost model reads: blocks and the order of passes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ssdtrain.planner.model.types import KEEP, Block, Choice, Machine, Pass
+from ssdtrain.planner.model.types import KEPT, Block, Choice, Machine, Pass
 from ssdtrain.planner.plans import SearchProblem
 from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.profile.passes import StepRecord, TapeTimes
@@ -14,7 +14,7 @@ __all__ = ["Profile", "regions_problem"]
 
 MOST_BLOCKS = 64
 VARIES = 1.05
-"""Of the size of a recorded forward: another one that was larger by so much counts in what fits."""
+"""Ratio to the size of a recorded forward from which a larger one counts in what fits."""
 
 MOST_PASSES = 512
 """Parts of blocks times passes that the cost model plays at a time."""
@@ -32,7 +32,7 @@ def regions_problem(
         beside: see `SearchProblem`.
     """
     several = len(machine.tiers) > 1
-    actions, parts = {"keep": KEEP}, {}
+    actions, parts = {"keep": KEPT}, {}
     for tier in machine.tiers:
         actions[f"offload to {tier.name}" if several else "offload"] = Choice(tier.name)
     if machine.copies is not None and machine.tiers:
@@ -92,7 +92,7 @@ class Profile:
         )
 
     def outgrown(self, largest: Mapping[int, int]) -> float:
-        """By how much the largest forward was larger than the one that was recorded: it has to fit too.
+        """Return the ratio of the largest forward to the one that was recorded: it has to fit too.
 
         Args:
             largest: bytes saved, by chunk.
@@ -126,8 +126,8 @@ def _order(record: StepRecord, used: set[int], chunks: Sequence[int]) -> list[Pa
 
 
 def _blocks(tape: TapeTimes, most: int, finest: int) -> tuple[list[Block], list[tuple[int, int]]]:
-    """At most `most` blocks that are decided about, played in at most `finest` parts: several transfers may be under way where
-    one of them together would not fit into the buffers."""
+    """Make at most `most` blocks that are decided about, played in at most `finest` parts: several transfers may be under way
+    where one of them together would not fit into the buffers."""
     finer = _spans(tape, finest)
     blocks: list[Block] = []
     spans = _spans(tape, most)

@@ -13,7 +13,7 @@ from ssdtrain.profile.blocks import names_a_module
 
 __all__ = ["PlanBlocks", "check_patterns"]
 
-PLAIN = "the model is compiled, has no ModuleList (or plan.blocks) without repeats, or its blocks gather sharded parameters"
+_PLAIN = "the model is compiled, has no ModuleList (or plan.blocks) without repeats, or its blocks gather sharded parameters"
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PlanBlocks:
     """
 
     blocks: Mapping[str, nn.Module] = field(default_factory=dict)
-    why: str = PLAIN
+    why: str = _PLAIN
     compress: bool = False
     group: Any = None
     empty_stage: bool = False

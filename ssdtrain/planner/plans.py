@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copyreg
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,10 +11,9 @@ from typing import Any
 from ssdtrain import ranks
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.timeline import simulate
-from ssdtrain.planner.model.types import KEEP, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.model.types import KEPT, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
 
 __all__ = [
-    "OUTGROWN",
     "Limits",
     "NoPlan",
     "Objective",
@@ -22,10 +22,18 @@ __all__ = [
     "actions_for",
     "kept_step",
     "play",
+    "warn_outgrown",
 ]
 
+logger = logging.getLogger("ssdtrain")
 
-OUTGROWN = "ssdtrain.plan: forwards have become larger, and the plan nearest to the limits is followed, because now %s"
+
+def warn_outgrown(error: NoPlan) -> None:
+    """Warn that no plan is within the limits any more, with the text of `error`."""
+    logger.warning(
+        "ssdtrain.plan: forwards have become larger, and the plan nearest to the limits is followed, because now %s",
+        error,
+    )
 
 
 @dataclass(frozen=True)
@@ -206,7 +214,7 @@ class NoPlan(ValueError):
         return self
 
     def __reduce__(self) -> Any:
-        """For other ranks: with the text as it is."""
+        """Pickle it for other ranks, with the text as it is."""
         return copyreg.__newobj__, (type(self), *self.args), self.__dict__  # type: ignore[attr-defined]
 
     def nearer_than(self, other: NoPlan) -> bool:
@@ -233,7 +241,7 @@ def actions_for(
     Args:
         compress: `COMPRESS`, or a lossy codec of what stays on the device; None: not allowed.
     """
-    found = {"keep": KEEP}
+    found = {"keep": KEPT}
     if recompute:
         found["recompute"] = RECOMPUTE
     found |= {tier.name: Choice(tier.name) for tier in machine.tiers}

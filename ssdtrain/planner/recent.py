@@ -19,7 +19,7 @@ from ssdtrain.profile.passes import TapeTimes
 __all__ = ["STEPS", "RecentSteps"]
 
 STEPS = 3
-"""That times are medians of. Of each as many forwards of a chunk count, at most."""
+"""Number of recorded steps whose median is used; of each, at most as many forwards of a chunk count."""
 
 _Shape = tuple[int, ...]
 
@@ -46,7 +46,7 @@ class RecentSteps:
             costs.add(alike[0])
 
     def seen(self, tape: TapeTimes) -> int:
-        """In how many of the latest steps the largest forwards of its chunk were like `tape`."""
+        """Return in how many of the latest steps the largest forwards of its chunk were like `tape`."""
         return sum(bool(alike) for alike in self._alike(tape))
 
     def typical(self, tape: TapeTimes) -> TapeTimes:

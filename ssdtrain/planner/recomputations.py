@@ -171,13 +171,13 @@ class Proven:
     ) -> None:
         self.name, self.recomputations, self.beside = name, recomputations, beside
         self._function, self._compared = function, compared
-        self.saved: list[weakref.ref[_Saved]] = []
+        self.saved: list[weakref.ref[_SavedRecord]] = []
         self.packed: list[weakref.ref[torch.Tensor]] = []  # for a trial
         self._since = 0 if beside is None else _sequence_number()
         # torch's own, while the block runs: a graph keeps our pack hook as long as it lives, and torch's keep the block's inputs.
         self.hooks: Any = None
         self.tries = self._began = self._tried = False
-        self._first: _Run | None = None
+        self._first: _ComparedRun | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         again, self._began = self._began, True
@@ -185,12 +185,12 @@ class Proven:
         if hooks is None:
             return self._function(*args, **kwargs)
         pack, unpack = hooks
-        run: _Run | None = None
+        run: _ComparedRun | None = None
         around, self.hooks = self.hooks, hooks
         # Backward may run inside of the forward (gradients of gradients), when it is not known what the forward will save.
         if self._compared and (not again or self._first is not None):
             most = None if self._first is None else len(self._first.saved)
-            run = _Run(most)
+            run = _ComparedRun(most)
             pack = partial(_without_dynamo("torch._dynamo" in sys.modules), self, run)
         if not again:
             unpack = (
@@ -236,7 +236,7 @@ class Proven:
             for one in gc.get_objects()
         )
 
-    def try_once(self, saved: _Saved) -> None:
+    def try_once(self, saved: _SavedRecord) -> None:
         """Run the block again inside of backward, unless it was tried."""
         if not self._tried:
             self._try_again(saved)
@@ -248,7 +248,7 @@ class Proven:
         self.recomputations.note(self.name, what)
         self._drop_holders()
 
-    def _try_again(self, saved: _Saved) -> None:
+    def _try_again(self, saved: _SavedRecord) -> None:
         """Run the block again, only to compare."""
         self._tried = self.tries = True
         try:
@@ -268,10 +268,10 @@ class Proven:
         for one in self._alive():
             one.holder = one.unpack = None
 
-    def _alive(self) -> list[_Saved]:
+    def _alive(self) -> list[_SavedRecord]:
         return [one for reference in self.saved if (one := reference()) is not None]
 
-    def check(self, run: _Run) -> None:
+    def check(self, run: _ComparedRun) -> None:
         """Compare a second run that has saved as many tensors as the first one.
 
         Raises:
@@ -293,7 +293,7 @@ class _TrialEnded(BaseException):
     """Ends the second run of a trial; no block's forward catches it by accident."""
 
 
-class _Saved:
+class _SavedRecord:
     """A tensor of a trial as it was packed.
 
     Attributes:
@@ -307,7 +307,7 @@ class _Saved:
         self.beside, self.holder, self.unpack = beside, holder, unpack
 
 
-class _Run:
+class _ComparedRun:
     """Fingerprints of what one run saved, a list for each tensor.
 
     Args:
@@ -333,14 +333,14 @@ class _Fingerprint(NamedTuple):
 _NONE = _Fingerprint((None, ()))
 
 
-def _pack(proven: Proven, run: _Run, tensor: torch.Tensor) -> Any:
+def _pack(proven: Proven, run: _ComparedRun, tensor: torch.Tensor) -> Any:
     pack, unpack = proven.hooks
     run.saved.append(_fingerprints(tensor))
     if run.most is None:
         if proven.beside is None:
             return pack(tensor)
         proven.packed.append(weakref.ref(tensor))
-        saved = _Saved((proven.beside[0](tensor),), pack(tensor), unpack)
+        saved = _SavedRecord((proven.beside[0](tensor),), pack(tensor), unpack)
         proven.saved.append(weakref.ref(saved))
         return saved
     if len(run.saved) > run.most:
@@ -361,7 +361,7 @@ def _unpack_again(proven: Proven, unpack: Callable[[Any], torch.Tensor], holder:
         raise proven.recomputations.error(proven.name, what) from error
 
 
-def _unpack_beside(proven: Proven, saved: _Saved) -> torch.Tensor:
+def _unpack_beside(proven: Proven, saved: _SavedRecord) -> torch.Tensor:
     if saved.beside is None:
         return _unpack_again(proven, saved.unpack, saved.holder)
     proven.try_once(saved)

@@ -33,11 +33,11 @@ from ssdtrain.profile.passes import StepRecord
 if TYPE_CHECKING:
     from ssdtrain.planner.controller import PlanController
 
-__all__ = ["PROBE_PERIOD", "WARM_UP", "AdaptivePolicy", "Regions", "measure_by_one"]
+__all__ = ["PROBE_PERIOD", "AdaptivePolicy", "Regions", "measure_by_one"]
 
 logger = logging.getLogger("ssdtrain")
 
-WARM_UP = 2
+_WARM_UP = 2
 """Steps before the first plan: the first one has costs of its own."""
 
 CALM_PERIOD = 8
@@ -49,8 +49,8 @@ PROBE_PERIOD = 16
 MOST_REST = 128
 """Maximum steps of a rest. See Note: [Rest]."""
 
-PATIENCE = 8
-"""Steps after `WARM_UP` in which nothing was saved that may move, or nothing was written because backward came before every
+_PATIENCE = 8
+"""Steps after `_WARM_UP` in which nothing was saved that may move, or nothing was written because backward came before every
 write: then a plan is made without bandwidths, and keeps everything."""
 
 RESTS = (
@@ -61,7 +61,7 @@ RESTS = (
 FASTER = "to see whether the tiers are faster now"
 SEVERAL = "several steps are profiled now"
 
-REMEMBERED = 8
+_REMEMBERED = 8
 """Forwards of a chunk whose largest says how large its tapes are."""
 
 
@@ -77,11 +77,11 @@ class AdaptivePolicy:
 
     def __init__(self) -> None:
         self.plans: dict[int, tuple[Action, ...]] = {}
-        """By model chunk: what happens to the region at each position of a tape."""
+        """Actions for the region at each position of a tape, by model chunk."""
         self.largest: dict[int, int] = {}
-        """By model chunk: bytes saved by its largest forward so far."""
+        """Bytes saved by the largest forward so far, by model chunk."""
         self.forwards = 0
-        """That saved something."""
+        """Number of forwards that saved something."""
         self._bytes: dict[int, deque[int]] = {}
         self._planned: dict[int, int] = {}
 
@@ -96,7 +96,7 @@ class AdaptivePolicy:
             self.forwards += 1
             chunk = forward.chunk
             self.largest[chunk] = max(self.largest.get(chunk, 0), forward.saved_bytes)
-            self._bytes.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
+            self._bytes.setdefault(forward.chunk, deque(maxlen=_REMEMBERED)).append(forward.saved_bytes)
 
     def follow(self, plans: Mapping[int, Sequence[Action]]) -> None:
         """Follow these plans from the next tape on. Called between steps."""
@@ -143,7 +143,7 @@ class Regions(PlanSubject):
         self._peak = 0  # of the step of `profile`
         self._planned_profile: Profile | None = None
         self._recent = RecentSteps()
-        self._since = WARM_UP  # the next plan is made from a profile of this step, or a later one
+        self._since = _WARM_UP  # the next plan is made from a profile of this step, or a later one
         self._stall_seconds = 0.0
         self._unused, self._evaluated = (
             0,
@@ -183,7 +183,7 @@ class Regions(PlanSubject):
             self._records.append((self.controller.steps, unoffloaded, record))
         while self._records and self._records[0][2].passed():
             number, peak, record = self._records.pop(0)
-            profile = Profile(record, self._recent if number >= WARM_UP else None)
+            profile = Profile(record, self._recent if number >= _WARM_UP else None)
             if profile.chunks:
                 self.profile, self._peak = profile, peak
                 fresh = number >= self._since
@@ -192,7 +192,7 @@ class Regions(PlanSubject):
         return fresh
 
     def ready(self, fresh: bool) -> bool:
-        known = self.controller.derating.known or self.controller.steps >= WARM_UP + PATIENCE
+        known = self.controller.derating.known or self.controller.steps >= _WARM_UP + _PATIENCE
         return fresh and self.profile is not None and known
 
     def due(self) -> str:
@@ -254,7 +254,7 @@ class Regions(PlanSubject):
         if self._limited or self._strict or controller.derating.both or self._input_sizes.blind:
             return False
         if controller.plan is None:  # nothing was saved that may move
-            return self.profile is None and controller.steps >= WARM_UP + PATIENCE
+            return self.profile is None and controller.steps >= _WARM_UP + _PATIENCE
         # Of forwards that vary in size no several are alike.
         several = self._planned_from >= STEPS or controller.steps >= controller.planned_at + CALM_PERIOD
         return several and controller.settled and self._writes_nothing()
@@ -300,7 +300,7 @@ class Regions(PlanSubject):
 
     def _beside(self, profile: Profile) -> int:
         """Bytes of the activation peak beside the blocks: small saved tensors, and storages larger than their regions."""
-        choices = [[step.KEEP] * len(one) for one in profile.blocks]
+        choices = [[step.KEPT] * len(one) for one in profile.blocks]
         kept = simulate(profile.blocks, choices, profile.order, Machine())
         return max(0, self._peak - kept.peak_bytes)
 
@@ -322,7 +322,7 @@ class Regions(PlanSubject):
             measure_by_one(plans[min(plans)], profile.movable, both=several)
         same = all(self.policy.plans.get(chunk) == tuple(actions) for chunk, actions in plans.items())
         self.policy.follow(plans)
-        leaves = any(choice != step.KEEP for chosen in choices for choice in chosen)
+        leaves = any(choice != step.KEPT for chosen in choices for choice in chosen)
         if leaves:
             self._rest_steps = PROBE_PERIOD
         self._engine.defer(leaves)  # nothing comes for which the one region that is written would wait
@@ -351,7 +351,7 @@ def _actions(spans: Sequence[tuple[int, int]], choices: Sequence[Choice], machin
     """
     plan = [KEEP] * spans[-1][1]
     for (begin, end), choice in zip(spans, choices, strict=True):
-        if choice == step.KEEP:
+        if choice == step.KEPT:
             continue
         first = len(machine.tiers) > 1 and choice.tier == machine.tiers[0].name
         action = Action(True, tier="ssd") if first else OFFLOAD

@@ -22,7 +22,7 @@ __all__ = ["DeviceHeadroom", "DeviceMemory"]
 logger = logging.getLogger("ssdtrain")
 
 LEFT_FREE = 0.05
-"""Of the device's memory, for fragments and what grows later."""
+"""Fraction of the device's memory that is left for fragments and what grows later."""
 
 
 class DeviceMemory(NamedTuple):
@@ -30,9 +30,9 @@ class DeviceMemory(NamedTuple):
 
     total: int
     foreign: int
-    """Of other processes, of CUDA's own, and of libraries that allocate past torch."""
+    """Bytes of other processes, of CUDA's own, and of libraries that allocate past torch."""
     allocated: int
-    """By torch's tensors, now."""
+    """Bytes of torch's tensors, now."""
     most_allocated: int
     """The same at most, since somebody reset it."""
 
@@ -65,7 +65,7 @@ class DeviceHeadroom:
             )
 
     def memory(self) -> DeviceMemory | None:
-        """Of a CUDA device, now."""
+        """Read what a CUDA device's memory holds now; None: it is no CUDA device."""
         if not isinstance(self._engine.device, CudaDevice):
             return None
         device = self._engine.device.device

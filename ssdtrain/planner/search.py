@@ -168,7 +168,7 @@ class _Search:
         return known
 
     def excess(self, plan: Plan) -> float:
-        """By how much it breaks the limits, relative to them; 0: it keeps to them."""
+        """Return by how much it breaks the limits, relative to them; 0: it keeps to them."""
         limits, total = self.limits, 0.0
         most = None if limits.rate is None else limits.rate * plan.seconds
         for value, limit in (

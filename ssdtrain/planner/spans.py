@@ -19,9 +19,9 @@ from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import no_hook
 
 __all__ = [
+    "BlockSpan",
     "BlockSpans",
     "Collectives",
-    "Span",
     "has_other_parameters",
     "may_run_again",
     "own_generators",
@@ -29,7 +29,7 @@ __all__ = [
     "versions",
 ]
 
-PLAIN = (
+_PLAIN = (
     *(Tensor, type(None), bool, int, float, complex, str, bytes),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
 )
@@ -39,7 +39,7 @@ PLAIN = (
 def may_run_again(arguments: Any) -> bool:
     """False if `arguments` hold an object that a second run of the block could find changed by the first. Containers it gets as
     they were: see `ssdtrain.offload.checkpoint`."""
-    return all(isinstance(value, PLAIN) for value in leaves(arguments))
+    return all(isinstance(value, _PLAIN) for value in leaves(arguments))
 
 
 def has_other_parameters(block: nn.Module) -> bool:
@@ -67,7 +67,7 @@ def transformed() -> bool:
 
 
 @dataclass
-class Span:
+class BlockSpan:
     """One block in one forward. Regions [begin, end) of the tape are those that it saved first.
 
     Attributes:
@@ -143,20 +143,20 @@ def _group_of(arguments: Sequence[Any]) -> Any:
     return None
 
 
-class _Running(NamedTuple):
+class _RunningBlock(NamedTuple):
     """A block whose forward runs."""
 
-    span: Span
+    span: BlockSpan
     storages: dict[int, int]
-    """By id, the storages that it is called with: bytes of each that a second run would save."""
+    """Bytes that a second run would save, by the id of each storage that it is called with."""
     tensors: list[Tensor]
-    """That it is called with, and its buffers."""
+    """Tensors that it is called with, and its buffers."""
     versions: list[int]
-    """Of these, before."""
+    """Versions of these, before."""
     buffers: list[int]
     """Which objects its buffers were, by id: `tensors` keeps these alive."""
     attributes: Attributes
-    """Of its modules, before."""
+    """Attributes of its modules, before."""
     unoffloaded: int
     """What the meter counted before, bytes."""
     began: Any
@@ -172,12 +172,12 @@ class BlockSpans:
 
     def __init__(self, blocks: Mapping[str, nn.Module], engine: Any) -> None:
         self.tape: Any = None
-        """Of the forward that runs; None: none does, or it is not recorded."""
-        self._found: list[Span] = []
+        """Tape of the forward that runs; None: none does, or it is not recorded."""
+        self._found: list[BlockSpan] = []
         self._engine, self._thread = engine, 0
-        self._running: _Running | None = None
+        self._running: _RunningBlock | None = None
         self._watched: list[
-            tuple[Span, int, int]
+            tuple[BlockSpan, int, int]
         ] = []  # regions that the program may have: span, its number, index
         self._hooks = []
         for name, block in blocks.items():
@@ -185,7 +185,7 @@ class BlockSpans:
             self._hooks.append(block.register_forward_hook(_After(self, name)))
 
     @contextmanager
-    def forward(self, tape: Any) -> Iterator[list[Span]]:
+    def forward(self, tape: Any) -> Iterator[list[BlockSpan]]:
         """Around a forward of the model on this thread, which `tape` records; gives the list that its spans come into."""
         found = self._found = []
         self._running, self._watched = None, []
@@ -222,11 +222,11 @@ class BlockSpans:
             storages[key] = max(storages.get(key, 0), tensor.nbytes if movable else 0)
         why = "" if may_run_again(arguments) else OBJECT
         why = why or (OTHER_PARAMETERS if has_other_parameters(block) else "")
-        span = Span(name, len(tape.regions), plain=not why, why=why)
+        span = BlockSpan(name, len(tape.regions), plain=not why, why=why)
         began = self._engine.device.timestamp() if self._recorder() is not None else None
         counted = self._engine.meter.unoffloaded_bytes
         watched = [*tensors, *block.buffers()]
-        self._running = _Running(
+        self._running = _RunningBlock(
             span,
             storages,
             watched,
@@ -275,7 +275,7 @@ class BlockSpans:
         self._found.append(span)
 
     def _note_held(self, tape: Any) -> None:
-        """A block has ended: see `Span.held`."""
+        """A block has ended: see `BlockSpan.held`."""
         still = []
         for span, number, index in self._watched:
             region = tape.regions[index]

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter
 
 __all__ = ["BlockProfile", "ModelProfile", "count_blocks", "find_blocks", "names_a_module", "profile_blocks"]
 
-Step = Callable[[], Tensor]
+CountedStep = Callable[[], Tensor]
 """Runs the model's forward and returns the loss."""
 
 
@@ -123,7 +123,7 @@ def find_blocks(model: nn.Module, patterns: Sequence[str] = ()) -> dict[str, nn.
 
 
 def profile_blocks(
-    model: nn.Module, step: Step, *, patterns: Sequence[str] = (), steps: int = 3
+    model: nn.Module, step: CountedStep, *, patterns: Sequence[str] = (), steps: int = 3
 ) -> ModelProfile:
     """Run `step` and its backward a few times and measure each block.
 
@@ -148,7 +148,9 @@ def profile_blocks(
     return _profile(model, counted, timed)
 
 
-def count_blocks(make: Callable[[], tuple[nn.Module, Step]], *, patterns: Sequence[str] = ()) -> ModelProfile:
+def count_blocks(
+    make: Callable[[], tuple[nn.Module, CountedStep]], *, patterns: Sequence[str] = ()
+) -> ModelProfile:
     """The same without times and without memory: model and step live on fake tensors.
 
     Args:
@@ -214,7 +216,7 @@ class _LiveBytes(TorchDispatchMode):
         reference = self._known[key] = weakref.ref(storage, gone)
 
 
-def _run(model: nn.Module, blocks: dict[str, nn.Module], step: Step, *, timed: bool) -> _Run:
+def _run(model: nn.Module, blocks: dict[str, nn.Module], step: CountedStep, *, timed: bool) -> _Run:
     """One forward and backward."""
     found = _Run()
     stack: list[_Record] = []

@@ -17,11 +17,11 @@ from weakref import WeakKeyDictionary
 __all__ = ["HostTime", "PassRecorder", "PassTimes", "RegionTimes", "StepRecord", "TapeTimes"]
 
 
-class _Timestamp(Protocol):
+class _RecordedTimestamp(Protocol):
     def seconds(self) -> float | None: ...
 
 
-class _Tape(Protocol):
+class _RecordedTape(Protocol):
     chunk: int
     nbytes: int
     regions: list[Any]
@@ -46,7 +46,7 @@ class RegionTimes(NamedTuple):
 
     nbytes: int
     name: str
-    """Of the module that saved it, or of its place on the tape."""
+    """Name of the module that saved it, or of its place on the tape."""
     forward: float
     """Computed between the region before and this one."""
     backward: float
@@ -99,37 +99,37 @@ _NONE = _Made()
 
 
 class _Hook(NamedTuple):
-    """Of a tensor that was saved."""
+    """Record of a tensor that was saved."""
 
     regions: int
-    """Of the tape so far."""
+    """Number of regions on the tape so far."""
     total: int
     """Bytes of these."""
     made: _Made
-    began: _Timestamp
-    ended: _Timestamp
+    began: _RecordedTimestamp
+    ended: _RecordedTimestamp
     spent: HostTime | None
 
 
 class _Use(NamedTuple):
-    """Of a saved tensor."""
+    """Record of the use of a saved tensor."""
 
     region: int
     """Its position on the tape."""
-    began: _Timestamp
-    ended: _Timestamp
+    began: _RecordedTimestamp
+    ended: _RecordedTimestamp
     spent: HostTime | None
     from_tier: bool
 
 
-class _Pass:
+class _RecordedPass:
     def __init__(self, serial: int, chunk: int) -> None:
         self.serial, self.chunk = serial, chunk
         self.hooks: list[_Hook] = []
         self.uses: list[_Use] = []
-        self.began: _Timestamp | None = None
-        self.saved: _Timestamp | None = None  # the end of its forward
-        self.ended: _Timestamp | None = None  # the end of its backward
+        self.began: _RecordedTimestamp | None = None
+        self.saved: _RecordedTimestamp | None = None  # the end of its forward
+        self.ended: _RecordedTimestamp | None = None  # the end of its backward
 
     def times(self) -> TapeTimes:
         """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
@@ -144,7 +144,7 @@ class _Pass:
         return TapeTimes(self.serial, self.chunk, regions, bool(self.uses))
 
     def passes(self) -> Iterator[PassTimes]:
-        """As `times`, one by one."""
+        """Iterate over what `times` lists."""
         made: list[tuple[str, float, float]] = []
         for hook in self.hooks:
             if hook.regions > len(made):
@@ -207,7 +207,7 @@ class _Pass:
         return seconds, stalls, loading
 
 
-def _passed(timestamp: _Timestamp) -> float:
+def _passed(timestamp: _RecordedTimestamp) -> float:
     seconds = timestamp.seconds()
     if seconds is None:
         raise TypeError("the device has not come to this timestamp")
@@ -220,8 +220,8 @@ class StepRecord:
     def __init__(self) -> None:
         self.order: list[tuple[str, int, int]] = []
         """("forward" or "backward", serial number of the tape, chunk)"""
-        self._passes: list[_Pass] = []
-        self._last: _Timestamp | None = None
+        self._passes: list[_RecordedPass] = []
+        self._last: _RecordedTimestamp | None = None
 
     def passed(self) -> bool:
         """The device has come to the end of the step."""
@@ -251,8 +251,8 @@ class PassRecorder:
         self._records: dict[str, StepRecord] = {}
         self._stopped: dict[str, StepRecord] = {}
         self._serial = 0
-        self._passes: WeakKeyDictionary[Any, _Pass] = WeakKeyDictionary()
-        self._current: _Pass | None = None  # whose backward runs
+        self._passes: WeakKeyDictionary[Any, _RecordedPass] = WeakKeyDictionary()
+        self._current: _RecordedPass | None = None  # whose backward runs
 
     def request(self, user: str, on: bool) -> None:
         """`user` needs what is recorded from now on, or does not any more; `active` while anyone does. What it has not taken is
@@ -275,23 +275,23 @@ class PassRecorder:
     def _without(self, user: str) -> None:
         self._records = {other: record for other, record in self._records.items() if other != user}
 
-    def forward_began(self, tape: _Tape, now: _Timestamp) -> None:
+    def forward_began(self, tape: _RecordedTape, now: _RecordedTimestamp) -> None:
         self._host_time()  # what was spent before the forward is none of its hooks'
         self._serial += 1
-        found = self._passes[tape] = _Pass(self._serial, tape.chunk)
+        found = self._passes[tape] = _RecordedPass(self._serial, tape.chunk)
         found.began = now
         for record in self._records.values():
             record._passes.append(found)
         self._add("forward", found)
         self._reached(now)
 
-    def forward_ended(self, tape: _Tape, now: _Timestamp) -> None:
+    def forward_ended(self, tape: _RecordedTape, now: _RecordedTimestamp) -> None:
         found = self._passes.get(tape)
         if found is not None:
             found.saved = now
             self._reached(now)
 
-    def packed(self, tape: _Tape, began: _Timestamp, ended: _Timestamp) -> None:
+    def packed(self, tape: _RecordedTape, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
         """A tensor was saved, in a region of its own or not."""
         found, spent = self._passes.get(tape), self._host_time()
         if found is not None:
@@ -303,7 +303,13 @@ class PassRecorder:
             self._reached(ended)
 
     def unpacked(
-        self, tape: _Tape, index: int, began: _Timestamp, ended: _Timestamp, *, from_tier: bool = False
+        self,
+        tape: _RecordedTape,
+        index: int,
+        began: _RecordedTimestamp,
+        ended: _RecordedTimestamp,
+        *,
+        from_tier: bool = False,
     ) -> None:
         """Backward was handed a saved tensor of region `index`, which came `from_tier` or was in memory all the time."""
         found, spent = self._passes.get(tape), self._host_time()
@@ -315,17 +321,17 @@ class PassRecorder:
         found.uses.append(_Use(index, began, ended, spent, from_tier))
         self._reached(ended)
 
-    def last_packed(self, tape: _Tape) -> _Timestamp | None:
+    def last_packed(self, tape: _RecordedTape) -> _RecordedTimestamp | None:
         """The end of the hook that last saved a tensor of `tape`."""
         found = self._passes.get(tape)
         return found.hooks[-1].ended if found is not None and found.hooks else None
 
-    def serial(self, tape: _Tape) -> int | None:
+    def serial(self, tape: _RecordedTape) -> int | None:
         """The serial number of `tape`; None: it is not recorded."""
         found = self._passes.get(tape)
         return found.serial if found is not None else None
 
-    def backward_ended(self, now: _Timestamp) -> None:
+    def backward_ended(self, now: _RecordedTimestamp) -> None:
         """The backward that ran last is over."""
         current, self._current = self._current, None
         if current is not None:
@@ -347,10 +353,10 @@ class PassRecorder:
         before, self._spent = self._spent, self._host()
         return self._spent.since(before)
 
-    def _add(self, kind: str, one: _Pass) -> None:
+    def _add(self, kind: str, one: _RecordedPass) -> None:
         for record in self._records.values():
             record.order.append((kind, one.serial, one.chunk))
 
-    def _reached(self, now: _Timestamp) -> None:
+    def _reached(self, now: _RecordedTimestamp) -> None:
         for record in self._records.values():
             record._last = now

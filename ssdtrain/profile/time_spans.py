@@ -30,7 +30,7 @@ class Span(NamedTuple):
     "wait", whose name begins with the cause: admission (the limit of bytes in flight), store (a staging buffer), load,
     event (a copy of the device)."""
     name: str
-    """Of the module or the parallel dimension; of the step or microbatch."""
+    """Name of the module or the parallel dimension, of the step or microbatch."""
     began: float
     ended: float
     nbytes: int = 0

@@ -34,7 +34,7 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = torch.Tensor | int | float | str | None  # outputs that hide no tensor
 _ELEMENTS = 1000  # of one attribute that are looked at
 
-FORWARD, RECOMPUTE, BACKWARD, STEP = "forward", "recompute", "backward", "step"
+FORWARD, _RECOMPUTE, BACKWARD, STEP = "forward", "recompute", "backward", "step"
 
 
 class Order:
@@ -118,7 +118,7 @@ class BlockHooks:
             recompute = torch._C._current_graph_task_id() != -1
             if not recompute:
                 self.end_abandoned()
-            self._expect(RECOMPUTE if recompute else FORWARD, chunk)
+            self._expect(_RECOMPUTE if recompute else FORWARD, chunk)
             self._residency.load(chunk, chunk.values)
             if not chunk.forwards:
                 chunk.first_node = torch._C._autograd._get_sequence_nr()

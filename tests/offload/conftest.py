@@ -99,13 +99,14 @@ def offload_parts(runtime: Runtime, *parts: float, **action: Any) -> None:
 
 
 def watch_loads(runtime: Runtime) -> list[bool]:
-    """Of each load that begins from now on, whether backward has asked for it already."""
+    """Whether backward has asked for it already, for each load that begins from now on."""
     loads = runtime.engine.mover.loads
     begin, asked = loads.begin, []
 
     def begin_watched(region: Region, *, on_demand: bool) -> bool:
-        asked.append(on_demand)
-        return begin(region, on_demand=on_demand)
+        if begun := begin(region, on_demand=on_demand):  # else there is no buffer now
+            asked.append(on_demand)
+        return begun
 
     loads.begin = begin_watched
     return asked

@@ -14,7 +14,7 @@ from ssdtrain.planner.derating import (
     CALM_STEPS,
     DRIFTED,
     LEAST,
-    LONGEST,
+    LONGEST_BACKOFF,
     MOST_CALM_STEPS,
     SHORTEST,
     STALLS,
@@ -41,8 +41,8 @@ def test_a_search_that_brings_nothing_new_is_made_after_twice_as_many_steps() ->
     backoff = Backoff()
     found = searches(backoff, range(600))
     waits = [later - step for step, later in pairwise(found)]
-    assert waits[:6] == [SHORTEST, 8, 16, 32, 64, LONGEST]
-    assert set(waits[6:]) == {LONGEST}
+    assert waits[:6] == [SHORTEST, 8, 16, 32, 64, LONGEST_BACKOFF]
+    assert set(waits[6:]) == {LONGEST_BACKOFF}
     backoff.searched(700, new=True)
     assert searches(backoff, range(701, 716)) == [701, 705, 713]
     assert searches(Backoff(), range(5), new=True) == [0, 1, 2, 3, 4]

@@ -8,7 +8,7 @@ import pytest
 
 from ssdtrain.device.timestamps import HostTimestamp
 from ssdtrain.planner.block_times import measured_blocks, pieces
-from ssdtrain.planner.spans import Span
+from ssdtrain.planner.spans import BlockSpan
 from ssdtrain.profile.passes import RegionTimes, TapeTimes
 
 
@@ -19,11 +19,11 @@ def tape(storing: float) -> TapeTimes:
     return TapeTimes(0, 0, (first, second), True)
 
 
-def span(storing: float) -> Span:
+def span(storing: float) -> BlockSpan:
     """From 0: the last hook ends after 3 of computation, and one more second is computed."""
     last = 3 + 0.25 + 2 * storing
     times = tuple(HostTimestamp(when) for when in (0.0, last, last + 1))
-    return Span("block", 0, 2, timestamps=times)
+    return BlockSpan("block", 0, 2, timestamps=times)
 
 
 def test_what_a_hook_spent_on_stores_and_waits_is_no_computation_of_its_block() -> None:

@@ -9,7 +9,7 @@ import pytest
 from ssdtrain.planner.finder import HIDDEN
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import (
-    KEEP,
+    KEPT,
     Block,
     Choice,
     Link,
@@ -36,7 +36,7 @@ def blocks(count: int) -> list[Block]:
 
 def lowest_peak(count: int, on: Machine, limit: float) -> int:
     found = []
-    for choices in product((KEEP, SSD), repeat=count):
+    for choices in product((KEPT, SSD), repeat=count):
         step = simulate([blocks(count)], [choices], one_after_the_other(), on, steps=2)
         if step.seconds <= limit:
             found.append(step.peak_bytes)
@@ -67,7 +67,7 @@ def test_of_few_blocks_of_any_size_the_choice_is_that_of_an_exhaustive_search(se
     order = draw.choice([one_after_the_other(), one_forward_one_backward(3, 2)])
     chosen = choose_offloads([made], order, on)
     limit = chosen.kept.seconds * (1 + HIDDEN)
-    every = [simulate([made], [choices], order, on, steps=2) for choices in product((KEEP, SSD), repeat=6)]
+    every = [simulate([made], [choices], order, on, steps=2) for choices in product((KEPT, SSD), repeat=6)]
     lowest = min(
         one.peak_bytes
         for one in every
@@ -107,7 +107,7 @@ def test_no_other_choice_of_that_time_has_a_peak_lower_by_a_twentieth(bandwidth:
 def test_what_does_not_lower_the_peak_stays() -> None:
     # Tensors never leave where the window takes them all.
     wide = Machine(machine(300).tiers, Link(500, 500), window=10_000)
-    assert set(choose_offloads([blocks(4)], one_after_the_other(), wide).choices[0]) == {KEEP}
+    assert set(choose_offloads([blocks(4)], one_after_the_other(), wide).choices[0]) == {KEPT}
 
 
 def test_a_tier_slower_than_the_model_saves_gets_blocks_all_along_forward() -> None:
@@ -187,7 +187,7 @@ def test_what_comes_back_takes_no_more_than_what_leaves(
     on = Machine((Tier("ssd", 1000.0, 1000.0),), prefetch=200, buffers=arena, buffers_stay=False)
     found = choose_offloads([blocks(5)], one_after_the_other(), on, device_budget=budget)
     assert found.kept.peak_bytes == 500
-    assert any(choice != KEEP for choice in found.choices[0]) == (offloaded and budget is None)
+    assert any(choice != KEPT for choice in found.choices[0]) == (offloaded and budget is None)
     assert (found.predicted.peak_bytes < 500) == (offloaded and budget is None)
 
 

@@ -12,7 +12,7 @@ from ssdtrain.planner import search
 from ssdtrain.planner.finder import HIDDEN
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import (
-    KEEP,
+    KEPT,
     Block,
     Choice,
     Link,
@@ -76,7 +76,7 @@ def every_step(chunks: list[list[Block]], order: Sequence[Pass], machine: Machin
     [blocks] = chunks
     found = []
     for leaves in product((False, True), repeat=len(blocks)):
-        choices = [SSD if one and block.saved else KEEP for one, block in zip(leaves, blocks, strict=True)]
+        choices = [SSD if one and block.saved else KEPT for one, block in zip(leaves, blocks, strict=True)]
         found.append(simulate(chunks, [choices], order, machine, steps=2))
     return found
 

@@ -17,7 +17,7 @@ from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.derating import DRIFTED, BandwidthDerating, Rates
 from ssdtrain.planner.finder import Goal
 from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.model.types import KEEP
+from ssdtrain.planner.model.types import KEPT
 from ssdtrain.planner.plans import NoPlan
 from ssdtrain.planner.regions import AdaptivePolicy, Regions
 from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
@@ -151,7 +151,7 @@ def test_tapes_that_outgrow_the_limit_end_no_run(
         for _ in range(2):
             again(runtime, controller, reshaped=True)
         assert controller.plan is not None and controller.problem is not None and controller.plan.peak > 1
-        assert {controller.problem.choice(name) for name in controller.plan.actions} != {KEEP}
+        assert {controller.problem.choice(name) for name in controller.plan.actions} != {KEPT}
     [line] = [r.getMessage() for r in caplog.records if "forwards have become larger" in r.getMessage()]
     assert "the smallest peak of activations found is" in line and "of which" in line
 

@@ -12,7 +12,7 @@ from ssdtrain.config.units import KiB, MiB
 from ssdtrain.planner.blocks import RECORDED, WARM_UP, bound_stores
 from ssdtrain.planner.finder import Goal, PlanFinder
 from ssdtrain.planner.model.timeline import simulate
-from ssdtrain.planner.model.types import KEEP, Block, Machine, one_after_the_other
+from ssdtrain.planner.model.types import KEPT, Block, Machine, one_after_the_other
 from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.regions import Regions
 from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
@@ -65,7 +65,7 @@ def test_the_plan_nearest_to_the_limits_is_within_memory_where_only_the_time_is_
 def test_a_limit_has_to_hold_the_largest_forward_too() -> None:
     blocks = [Block(f"block {i}", 1.0, 2.0, 100, recompute=1.0, inputs=10) for i in range(4)]
     problem = SearchProblem([blocks], one_after_the_other(), Machine(), actions_for(Machine()))
-    kept = simulate([blocks], [[KEEP] * 4], problem.order, Machine())
+    kept = simulate([blocks], [[KEPT] * 4], problem.order, Machine())
     finder = PlanFinder(Goal(kept.peak_bytes), None)  # type: ignore[arg-type]
     assert finder.find(problem, kept).plans[0].count("keep") == 4
     assert finder.find(problem, kept, 1.5).plans[0].peak <= kept.peak_bytes / 1.5

@@ -6,7 +6,7 @@ import pytest
 
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import (
-    KEEP,
+    KEPT,
     Block,
     Choice,
     Link,
@@ -28,7 +28,7 @@ def played(
     rate = Link(link * GB, link * GB)
     tiers = (state or Tier("ssd", 100.0 * GB, 100.0 * GB),)
     machine = Machine(tiers, rate, window=GB, state=state, state_buffers=buffers)
-    choice = Choice("ssd") if away else KEEP
+    choice = Choice("ssd") if away else KEPT
     return simulate([[one] * 3], [[choice] * 3], one_after_the_other(), machine)
 
 
@@ -71,8 +71,8 @@ def test_activations_and_state_share_the_link() -> None:
 def test_blocks_without_passing_state_take_as_long_as_before() -> None:
     block = Block("", 1.0, 2.0, GB)
     machine = Machine((), Link(GB, GB))
-    plain = simulate([[block] * 3], [[KEEP] * 3], one_after_the_other(), machine)
+    plain = simulate([[block] * 3], [[KEPT] * 3], one_after_the_other(), machine)
     other = simulate(
-        [[block] * 3], [[KEEP] * 3], one_after_the_other(), replace(machine, state=Tier("ssd", 1.0, 1.0))
+        [[block] * 3], [[KEPT] * 3], one_after_the_other(), replace(machine, state=Tier("ssd", 1.0, 1.0))
     )
     assert plain.seconds == other.seconds == 9

@@ -16,7 +16,7 @@ from ssdtrain.planner.blocks import RECORDED, WARM_UP
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.explain import plan_table
 from ssdtrain.planner.model.timeline import simulate
-from ssdtrain.planner.model.types import COMPRESS, KEEP, Block, Machine, one_after_the_other
+from ssdtrain.planner.model.types import COMPRESS, KEPT, Block, Machine, one_after_the_other
 from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
 from tests.planner.test_plan_auto import LAYERS, QUIET, auto_of, equal, gpt, train
@@ -63,7 +63,7 @@ def test_blocks_are_compressed_only_where_a_block_saves_less_by_it() -> None:
     with pytest.raises(NoPlan) as raised:
         search(problem, Limits(179))
     assert raised.value.smallest.peak == 180
-    kept = simulate([blocks], [[KEEP] * 3], problem.order, Machine())
+    kept = simulate([blocks], [[KEPT] * 3], problem.order, Machine())
     table = plan_table(blocks, [found], kept, 240)
     assert "compress 100 B to 40 B (lossy), costs 400 ms" in table
 

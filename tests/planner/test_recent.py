@@ -10,7 +10,7 @@ from ssdtrain.offload import policy
 from ssdtrain.planner.derating import Rates, RecentRates
 from ssdtrain.planner.finder import HIDDEN
 from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.model.types import KEEP, Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.model.types import KEPT, Block, Machine, Tier, one_after_the_other
 from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.regions import measure_by_one
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
@@ -42,12 +42,12 @@ class Recorded(StepRecord):
 
 OFFLOADED = forward([0, 3, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 5, 5, 0])
 PAUSE = forward([0, 60_000, 3, 3, 3, 3, 3, 3], [5, 5, 5, 5, 5, 3_000, 5, 0])
-KEPT = forward([0] * 8, [0] * 8)
+UNDISTURBED = forward([0] * 8, [0] * 8)
 
 
 def offloaded(profile: Profile) -> int:
     found = choose_offloads(profile.blocks, profile.order, FAST)
-    return sum(choice != KEEP for choice in found.choices[0])
+    return sum(choice != KEPT for choice in found.choices[0])
 
 
 def test_what_the_host_spends_on_the_first_stores_is_more_than_a_step_may_lose() -> None:
@@ -69,11 +69,11 @@ def test_what_the_host_spends_on_the_first_stores_is_more_than_a_step_may_lose()
         for number, (one, other, store, load) in enumerate(seconds)
     ]
     kept = choose_offloads([blocks], one_after_the_other(), FAST)
-    assert set(kept.choices[0]) == {KEEP}
+    assert set(kept.choices[0]) == {KEPT}
     assert HIDDEN * kept.kept.seconds < min(store + load for _, _, store, load in seconds[:-1]) * US
     paid = choose_offloads([blocks], one_after_the_other(), FAST, slack=1.0)
     assert paid.predicted.peak_bytes < paid.kept.peak_bytes
-    assert paid.choices[0][0] == KEEP  # the one with the pause
+    assert paid.choices[0][0] == KEPT  # the one with the pause
 
 
 def test_one_pause_keeps_nothing_in_memory() -> None:
@@ -82,10 +82,10 @@ def test_one_pause_keeps_nothing_in_memory() -> None:
     assert offloaded(Profile(Recorded(PAUSE))) < before  # or the test would prove nothing
     for steps in (
         [PAUSE],
-        [PAUSE, KEPT],
+        [PAUSE, UNDISTURBED],
         [PAUSE, OFFLOADED],
         [OFFLOADED, OFFLOADED, PAUSE],
-        [PAUSE, KEPT, KEPT, KEPT],
+        [PAUSE, UNDISTURBED, UNDISTURBED, UNDISTURBED],
     ):
         recent = RecentSteps()
         profiles = [Profile(Recorded(one), recent) for one in steps]
@@ -99,20 +99,22 @@ def test_what_costs_more_than_it_may_is_known_to_do_so_while_it_is_kept() -> Non
     for _ in range(3):
         Profile(Recorded(dear), recent)
     for _ in range(20):
-        profile = Profile(Recorded(KEPT), recent)
+        profile = Profile(Recorded(UNDISTURBED), recent)
     (blocks,) = profile.blocks
     assert blocks[3].storing == 900 * US  # a store begins in the hook of what is saved next
-    assert choose_offloads(profile.blocks, profile.order, FAST).choices[0][3] == KEEP
+    assert choose_offloads(profile.blocks, profile.order, FAST).choices[0][3] == KEPT
 
 
 def test_a_pause_of_the_computation_is_no_time_of_the_model() -> None:
-    paused = KEPT._replace(regions=(KEPT.regions[0]._replace(forward=1.0, backward=2.0), *KEPT.regions[1:]))
+    paused = UNDISTURBED._replace(
+        regions=(UNDISTURBED.regions[0]._replace(forward=1.0, backward=2.0), *UNDISTURBED.regions[1:])
+    )
     recent = RecentSteps()
     assert Profile(Recorded(paused), recent).blocks[0][0].forward == 1.0
     for _ in range(2):
-        (blocks,) = Profile(Recorded(KEPT), recent).blocks
+        (blocks,) = Profile(Recorded(UNDISTURBED), recent).blocks
         assert (blocks[0].forward, blocks[0].backward) == (300 * US, 700 * US)
-    within = Profile(Recorded(KEPT, paused, KEPT), RecentSteps())  # microbatches
+    within = Profile(Recorded(UNDISTURBED, paused, UNDISTURBED), RecentSteps())  # microbatches
     assert within.blocks[0][0].forward == 300 * US and within.steps == 1
 
 

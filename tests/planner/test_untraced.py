@@ -27,7 +27,7 @@ def test_a_torch_profiler_with_stacks_does_not_record_the_search() -> None:
     with profile(activities=[ProfilerActivity.CPU], with_stack=True) as profiler:
         found = search(problem(), Limits(500), exact=100)
         chosen = choose_offloads([BLOCKS], one_after_the_other(), MACHINE)
-    assert len(profiler.events()) < 1000
+    assert len(profiler.events()) < 2000  # a search calls some hundred thousand functions
     assert found[0] == search(problem(), Limits(500), exact=100)[0]
     assert chosen.choices == choose_offloads([BLOCKS], one_after_the_other(), MACHINE).choices
 

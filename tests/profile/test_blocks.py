@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from examples.support.model import GPT, GPTConfig
-from ssdtrain.profile.blocks import Step, count_blocks, find_blocks, profile_blocks
+from ssdtrain.profile.blocks import CountedStep, count_blocks, find_blocks, profile_blocks
 from ssdtrain.tools.cli.estimate import from_config
 from tests.planner.blocks import count_saved_bytes
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 3, 64, 32, 2
 
 
-def make() -> tuple[nn.Module, Step]:
+def make() -> tuple[nn.Module, CountedStep]:
     model = GPT(GPTConfig(layers=LAYERS, hidden=HIDDEN, heads=2, sequence=SEQUENCE))
     tokens = torch.randint(256, (BATCH, SEQUENCE))
     return model, lambda: model(tokens, tokens)
@@ -84,7 +84,7 @@ def test_a_step_that_runs_no_block_is_an_error() -> None:
         profile_blocks(model, lambda: weight.sum())
 
 
-def library_model(kind: str) -> tuple[nn.Module, Step]:
+def library_model(kind: str) -> tuple[nn.Module, CountedStep]:
     import transformers
 
     small: dict[str, Any] = {"vocab_size": 256}

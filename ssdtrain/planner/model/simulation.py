@@ -95,7 +95,7 @@ class Simulation:
         self.compute += seconds
 
     def copy(self, nbytes: int) -> None:
-        """In the memory of tensors, where the stream that computes does it."""
+        """Play a copy in the memory of tensors, where the stream that computes does it."""
         if nbytes and self.machine.copies:
             self.run(nbytes / self.machine.copies)
 

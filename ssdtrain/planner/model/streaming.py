@@ -21,7 +21,7 @@ __all__ = ["StateStreaming"]
 STAGED = 2
 """Blocks in host memory on their way from drives, and on their way to them."""
 
-Key = tuple[int, int]
+ChunkKey = tuple[int, int]
 """Chunk of the model, and block in it."""
 
 
@@ -34,11 +34,11 @@ class StateStreaming:
         self._server: Server | None = None  # the drives; None: host memory
         if machine.state is not None:
             self._server = running.servers.setdefault(machine.state.name, Server(machine.state))
-        self._present: dict[Key, float] = {}  # until when each is used, the one used longest ago first
+        self._present: dict[ChunkKey, float] = {}  # until when each is used, the one used longest ago first
         self._copied: deque[float] = deque([0.0] * STAGED, STAGED)
         self._written: deque[Job] = deque()
 
-    def load(self, key: Key, nbytes: int, present: int, times: BlockTimes) -> None:
+    def load(self, key: ChunkKey, nbytes: int, present: int, times: BlockTimes) -> None:
         """The block needs `nbytes` now. Loads are issued ahead, in order, as far as there is room.
 
         Args:
@@ -62,7 +62,7 @@ class StateStreaming:
         times.load_stall += max(0.0, ended - running.now)
         running.now = max(running.now, ended)
 
-    def used(self, key: Key, gradients: int = 0) -> None:
+    def used(self, key: ChunkKey, gradients: int = 0) -> None:
         """The block's forward or backward has ended; so many bytes of its gradients leave."""
         if key not in self._present:
             return

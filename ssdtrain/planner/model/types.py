@@ -8,7 +8,7 @@ from typing import Literal
 __all__ = [
     "COMPRESS",
     "DEVICE",
-    "KEEP",
+    "KEPT",
     "RECOMPUTE",
     "Block",
     "BlockTimes",
@@ -49,14 +49,14 @@ class Block:
     backward_transient: int = 0
     """Bytes alive during its backward only: gradients of activations, workspaces."""
     first_operator: float = 0.0
-    """Of `forward`, seconds until its first tensor is saved. The copies of what was saved before begin after it."""
+    """Seconds of `forward` until its first tensor is saved. The copies of what was saved before begin after it."""
     storing: float = 0.0
     """Seconds beside these that the host spends on beginning its stores, where it is the device that computes (CPU) and the block
     is offloaded."""
     loading: float = 0.0
     """The same for bringing its tensors back, without waits."""
     held: int = 0
-    """Of `saved`, bytes that the program has too: a store does not free them before forward is past the block and `held_blocks`
+    """Bytes of `saved` that the program has too: a store does not free them before forward is past the block and `held_blocks`
     more."""
     held_blocks: int = 0
     continues: bool = False
@@ -91,14 +91,14 @@ class Choice:
     decode: float = 0.0
     """Seconds of decoding, before its backward."""
     share: float = 1.0
-    """Of the bytes, what goes to `tier`; the others are copied, and the copy stays on the device."""
+    """Fraction of the bytes that goes to `tier`; the others are copied, and the copy stays on the device."""
 
     @property
     def lossy(self) -> bool:
         return self.compress or self.ratio != 1.0
 
 
-KEEP = Choice()
+KEPT = Choice()
 RECOMPUTE = Choice(recompute=True)
 COMPRESS = Choice(compress=True)
 
@@ -216,7 +216,7 @@ class StepTimeline:
     """The outcome of `simulate`."""
 
     seconds: float
-    """From the first forward to the end of the last pass, of the last step."""
+    """Seconds from the first forward to the end of the last pass, of the last step."""
     compute_seconds: float
     """Forward, backward, recomputation and codecs."""
     idle_seconds: float

@@ -63,7 +63,7 @@ def run(arguments: list[str]) -> int:
     return 0
 
 
-Goal = tuple[Limits | None, Objective | None, float | None]
+PlanQuestion = tuple[Limits | None, Objective | None, float | None]
 """Objective, as `plan_job` takes it."""
 
 
@@ -82,7 +82,7 @@ def prices_of(chosen: Any) -> Prices | None:
     return None
 
 
-def goal_of(chosen: Any, job: ClusterJob, prices: Prices | None) -> Goal:
+def goal_of(chosen: Any, job: ClusterJob, prices: Prices | None) -> PlanQuestion:
     if chosen.objective == "memory":
         return None, Objective(0, 1), 0.02 if chosen.max_slowdown is None else chosen.max_slowdown
     if chosen.objective == "cost" and prices is not None:
@@ -282,7 +282,7 @@ def job_of(chosen: Any) -> ClusterJob:
 
 
 def alternatives(
-    plan: ClusterPlan, goal: Goal = (None, None, None), others: dict[str, ClusterJob] | None = None
+    plan: ClusterPlan, goal: PlanQuestion = (None, None, None), others: dict[str, ClusterJob] | None = None
 ) -> list[dict[str, Any]]:
     """What one thing better would bring at the same microbatch, with model state in the same place; and without any drive, where
     it is not on them. `others` are more such jobs."""

@@ -19,12 +19,12 @@ from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import Limits, NoPlan, Plan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.profile.blocks import Step, count_blocks, find_blocks
+from ssdtrain.profile.blocks import CountedStep, count_blocks, find_blocks
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, Gpu, Ssds
 
 __all__ = ["Estimate", "Hardware", "estimate"]
 
-Make = Callable[[int], tuple[nn.Module, Step]]
+Make = Callable[[int], tuple[nn.Module, CountedStep]]
 """Builds a model and a step with so many sequences. Called under fake tensors."""
 
 
