@@ -142,6 +142,7 @@ class Regions(PlanSubject):
         self._records: list[tuple[int, int, StepRecord]] = []
         self._peak = 0  # of the step of `profile`
         self._planned_profile: Profile | None = None
+        self._searched_from = 0  # number of steps of the profile that the latest search was about
         self._recent = RecentSteps()
         self._since = _WARM_UP  # the next plan is made from a profile of this step, or a later one
         self._stall_seconds = 0.0
@@ -198,14 +199,9 @@ class Regions(PlanSubject):
     def due(self) -> str:
         if self.policy.shape_changed():
             return self.controller.request("the size of the tapes changed", reshaped=True)
-        if self.profile is not None and self._planned_from < STEPS <= self.profile.steps:
+        if self.profile is not None and self._searched_from < STEPS <= self.profile.steps:
             return self.controller.request(SEVERAL)
         return ""
-
-    @property
-    def _planned_from(self) -> int:
-        """Number of steps that the latest plan was made from."""
-        return 0 if self._planned_profile is None else self._planned_profile.steps
 
     def requested(self) -> None:
         self._since = self.controller.steps
@@ -256,7 +252,7 @@ class Regions(PlanSubject):
         if controller.plan is None:  # nothing was saved that may move
             return self.profile is None and controller.steps >= _WARM_UP + _PATIENCE
         # Of forwards that vary in size no several are alike.
-        several = self._planned_from >= STEPS or controller.steps >= controller.planned_at + CALM_PERIOD
+        several = self._searched_from >= STEPS or controller.steps >= controller.planned_at + CALM_PERIOD
         return several and controller.settled and self._writes_nothing()
 
     def _rest(self, steps: int) -> None:
@@ -295,6 +291,7 @@ class Regions(PlanSubject):
     def problem(self) -> SearchProblem:
         profile = self.profile
         assert profile is not None
+        self._searched_from = profile.steps  # also where no plan is found, or each step would search again
         machine = self.controller.machine(profile.blocks)
         return regions_problem(profile.blocks, profile.order, machine, self._beside(profile))
 

@@ -18,8 +18,8 @@ from ssdtrain.planner.derating import DRIFTED, BandwidthDerating, Rates
 from ssdtrain.planner.finder import Goal
 from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.model.types import KEPT
-from ssdtrain.planner.plans import NoPlan
-from ssdtrain.planner.regions import AdaptivePolicy, Regions
+from ssdtrain.planner.plans import NoPlan, SearchProblem
+from ssdtrain.planner.regions import SEVERAL, AdaptivePolicy, Regions
 from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
 from ssdtrain.runtime import Runtime
 from tests.offload.conftest import settled
@@ -101,6 +101,26 @@ def test_a_plan_that_does_not_fit_is_an_error_at_first_and_later_no_reason_to_st
     with controlled(tmp_path, Goal(1), monkeypatch) as (controller, runtime):
         with pytest.raises(NoPlan, match=r"^ssdtrain\.plan: no plan keeps to"):
             planned(runtime, controller)
+
+
+def test_several_profiled_steps_that_leave_no_plan_are_searched_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    searched = Regions.problem
+
+    def problem(regions: Regions) -> SearchProblem:
+        reasons.append(regions.controller.reason)
+        return searched(regions)
+
+    monkeypatch.setattr(Regions, "problem", problem)
+    with controlled(tmp_path, Goal(1 << 30, slowdown=0.02), monkeypatch) as (controller, runtime):
+        planned(runtime, controller)
+        before = controller.plan
+        controller._finder.goal = Goal(1, slowdown=0.02)
+        for _ in range(8):
+            run_step(runtime, controller)
+        assert controller.plan is before and reasons.count(SEVERAL) == 1
 
 
 def test_the_limit_has_to_hold_the_largest_forward_too(
