@@ -18,7 +18,13 @@ import ssdtrain
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CAST = ["bf16", "fp16", "raw"]
-TRITON = ["int8", "int4:round=stochastic", "int2:asymmetric", "fp8", "int4:hadamard", "zfp:rate=16"]
+TRITON = [
+    "int8",
+    "int4:round=stochastic",
+    "int2:asymmetric",
+    "fp8",
+    "int4:hadamard",
+]  # zfp takes minutes: see test_kernels.py
 WIDTH = 32
 
 
