@@ -48,6 +48,7 @@ import torch.distributed as dist
 import ssdtrain
 from benchmarks.common import finish, parser
 from benchmarks.gpu.models import KINDS, Model
+from benchmarks.pack_hook import on_device
 from tests.support import processes
 
 LAYOUTS = {"plain": 1, "ddp2": 2, "zero3": 2, "tp2pp2": 4}
@@ -68,7 +69,6 @@ SMALL = {"min_bytes": "64KiB", "buffer": "256MiB"}
 GOALS = {"peak_over_keep": 0.30, "reserved_over_keep": 0.35}
 
 Shape = dict[str, int]
-PACK_FIGURES = ("pack_us_over_best_peer", "unpack_us_over_best_peer", "cuda_calls_per_tensor")
 
 
 class EventWaits:
@@ -421,12 +421,7 @@ def main() -> int:
             print(f"{kind} {layout}", json.dumps(rows[f"{kind} {layout}"]), file=sys.stderr, flush=True)
     figures = summary(rows)
     if not chosen.no_pack:
-        on_device = getattr(importlib.import_module("benchmarks.pack_hook"), "on_device", None)
-        if on_device is None:
-            print("benchmarks.pack_hook has no on_device: no pack figures", file=sys.stderr)
-        else:
-            found = on_device()
-            figures |= {name: found[name] for name in PACK_FIGURES}
+        figures |= on_device()
     finish({**figures, **shape, "torch": torch.__version__, "rows": rows}, chosen.json)
     return 0 if figures["accepted"] else 1
 

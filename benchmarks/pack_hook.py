@@ -38,6 +38,19 @@ GOALS = {"refused": 20.0, "offloaded": 60.0}
 """Microseconds, at most."""
 
 
+def on_device() -> dict[str, float]:
+    """Measure the host tier beside torchtune's hooks on the CUDA device: ratios of CPU time, and CUDA calls, per saved tensor."""
+    peers = ("torchtune", "torchtune_stand_in")  # the stand-in where torchtune cannot be had
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-") as directory:
+        figures = measure_cuda(MiB, 128, 15, Path(directory), (*peers, "ssdtrain_host"))
+    peer = next(peer for peer in peers if f"ssdtrain_host_pack_over_{peer}" in figures)
+    return {
+        "pack_us_over_best_peer": figures[f"ssdtrain_host_pack_over_{peer}"],
+        "unpack_us_over_best_peer": figures[f"ssdtrain_host_unpack_over_{peer}"],
+        "cuda_calls_per_tensor": figures["ssdtrain_host_cuda_calls"],
+    }
+
+
 def settle(runtime: Runtime) -> None:
     """Wait for the stores in flight."""
     while runtime.statistics().offload.in_flight_bytes:  # type: ignore[union-attr]
