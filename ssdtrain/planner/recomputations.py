@@ -231,8 +231,9 @@ class Proven:
         """See Note: [What leaves a block beside its outputs]."""
         owned = {id(leaf) for leaf in leaves(known)}
         owned |= {id(tensor) for reference in self.packed if (tensor := reference()) is not None}
+        made = range(self._since + 1, _sequence_number())  # other threads number their nodes by themselves
         return any(
-            issubclass(type(one), torch.Tensor) and id(one) not in owned and _made_since(one, self._since)
+            issubclass(type(one), torch.Tensor) and id(one) not in owned and _number_of(one) in made
             for one in gc.get_objects()
         )
 
@@ -375,10 +376,11 @@ def _sequence_number() -> int:
     return 0 if node is None else int(node._sequence_nr())  # type: ignore[attr-defined]
 
 
-def _made_since(tensor: torch.Tensor, since: int) -> bool:
+def _number_of(tensor: torch.Tensor) -> int:
+    """Return the number of the node that made `tensor`; -1: none did."""
     with torch._C.DisableTorchFunctionSubclass():
         node = tensor.grad_fn
-    return node is not None and node._sequence_nr() > since  # type: ignore[attr-defined]
+    return -1 if node is None else int(node._sequence_nr())  # type: ignore[attr-defined]
 
 
 @cache
