@@ -368,8 +368,11 @@ def measure_cuda(
     size: int, operators: int, rounds: int, directory: Path, chosen: Sequence[str] = ()
 ) -> dict[str, Any]:
     """All figures, flat. `chosen` are the ways beside plain; () is all."""
-    import emulated_cuda
+    emulated: Any = None
+    if importlib.util.find_spec("emulated_cuda") is not None:
+        import emulated_cuda
 
+        emulated = emulated_cuda if emulated_cuda.active() else None
     torch.set_num_threads(1)
     made, missing = ways(size, operators, directory, chosen)
     rows: dict[str, list[Seconds]] = {name: [] for name in made}
@@ -379,14 +382,14 @@ def measure_cuda(
         "rounds": rounds,
         "missing": missing,
     }
-    with emulated_cuda.settings(queue=1 << 20) if emulated_cuda.active() else nullcontext():
+    with emulated.settings(queue=1 << 20) if emulated else nullcontext():
         for turn in range(rounds + 3):  # the first ones grow pools
             for name, way in made.items():
                 seconds = Seconds(way, size, operators)
                 if turn >= 3:
                     rows[name].append(seconds)
         for name, way in made.items():
-            if emulated_cuda.active():
+            if emulated:
                 for key, value in counted(way, size, operators).items():
                     figures[f"{name}_{key}"] = value
                 figures[f"{name}_cuda_calls"] = sum(figures[f"{name}_calls"].values())
