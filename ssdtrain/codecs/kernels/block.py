@@ -268,7 +268,7 @@ def _write(
     code: tl.tensor,
     scale_R1: tl.tensor,
     zero_R1: tl.tensor,
-    BITS: tl.constexpr,
+    middle: tl.tensor,
     KIND: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     BFLOAT16: tl.constexpr,
@@ -276,19 +276,20 @@ def _write(
     if KIND >= 2:
         value = float8_value(code, 5 - KIND) * scale_R1
     elif KIND == 0:
-        value = (code - (1 << (BITS - 1))).to(tl.float32) * scale_R1
+        value = (code - middle).to(tl.float32) * scale_R1
     else:
         value = (zero_R1 * 0.5 + code.to(tl.float32) * (scale_R1 * 0.5)) * 2.0
     store(out, at, numel, value, ACCUMULATE, BFLOAT16)
 
 
-@triton.jit(do_not_specialize=["blocks"])
+@triton.jit(do_not_specialize=["blocks", "middle"])
 def _decode_kernel(
     scale_in: tl.tensor,
     code_in: tl.tensor,
     out: tl.tensor,
     numel: tl.tensor,
     blocks: tl.tensor,
+    middle: tl.tensor,
     Q: tl.constexpr,
     R: tl.constexpr,
     BITS: tl.constexpr,
@@ -327,10 +328,10 @@ def _decode_kernel(
         c1 = (a >> 2) & 3
         c2 = (a >> 4) & 3
         c3 = a >> 6
-    _write(out, start, numel, c0, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
-    _write(out, start + Q, numel, c1, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
-    _write(out, start + 2 * Q, numel, c2, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
-    _write(out, start + 3 * Q, numel, c3, scale, zero, BITS, KIND, ACCUMULATE, BFLOAT16)
+    _write(out, start, numel, c0, scale, zero, middle, KIND, ACCUMULATE, BFLOAT16)
+    _write(out, start + Q, numel, c1, scale, zero, middle, KIND, ACCUMULATE, BFLOAT16)
+    _write(out, start + 2 * Q, numel, c2, scale, zero, middle, KIND, ACCUMULATE, BFLOAT16)
+    _write(out, start + 3 * Q, numel, c3, scale, zero, middle, KIND, ACCUMULATE, BFLOAT16)
 
 
 def signed(word: int) -> int:
@@ -376,12 +377,18 @@ def encode(
 
 
 def decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Decode into `out` [numel], or add to it."""
+    """Decode into `out` [numel], or add to it.
+
+    Note:
+        The code of zero is an argument, although it follows from the number of bits: a difference from a constant becomes a sum
+        of pairs of 16 bits, and where only the upper half of a pair is used (one value in bfloat16) ptxas 12.8 adds 0.
+    """
     blocks, codes, end = scales.sections(out.numel(), codec.block, codec.vectors, codec.bits)
     rows = _VALUES_PER_PROGRAM // codec.block
     _decode_kernel[(triton.cdiv(blocks, rows),)](
         body[: 2 * blocks * codec.vectors].view(torch.int16), body[codes:end],
         out.view(torch.int16) if out.dtype == torch.bfloat16 else out, out.numel(), blocks,
+        1 << (codec.bits - 1),
         Q=codec.block // 4, R=rows, BITS=codec.bits, KIND=codec.kind, ACCUMULATE=accumulate,
         BFLOAT16=out.dtype == torch.bfloat16, enable_fp_fusion=False,
     )  # fmt: skip
