@@ -18,6 +18,7 @@ from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
 from ssdtrain.offload.transfer.gpudirect import attach_gpudirect, gpudirect_refused
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
+from ssdtrain.storage.memory import HUGE_PAGE
 
 __all__ = ["build_engine"]
 
@@ -50,10 +51,14 @@ def build_engine(
     buffer = offload.buffer
     in_flight, prefetch = offload.in_flight, offload.prefetch
     buffer_limit = None
+    register = layer.host_register()
+    unstaged = (
+        register is not None and not offload.directories
+    )  # a pinned host tier is its own staging memory
     in_place = layer.kind == "cpu" and not staged
     if not in_place:
         # Transfers pass through the pinned arena, which is made at start: half of it for each direction.
-        buffer = buffer or max(4 * (in_flight or 0), 1024 * MiB)
+        buffer = buffer or (HUGE_PAGE if unstaged else max(4 * (in_flight or 0), 1024 * MiB))
     elif offload.gpudirect == "on":
         raise gpudirect_refused("activations are on the CPU")
     budget = check_host_budget(offload.host + (buffer or 0), local_world_size)
@@ -66,17 +71,17 @@ def build_engine(
         direct=offload.direct,
         local_world_size=local_world_size,
         faults=faults,
-        register=layer.host_register(),
+        register=register,
         node=layer.numa_node(),
         huge_pages=in_place,  # else it is the arena that is written from, which lies in them
         **layer.event_functions(),
     )
     try:
         direct = not in_place and attach_gpudirect(offload, layer, store)
-        if buffer is not None and not (in_place or direct):
+        if buffer is not None and not (in_place or direct or unstaged):
             if in_flight is not None:
                 in_flight = min(in_flight, buffer // 2)
-            if offload.buffer is None and offload.directories:  # a pinned host tier is its own staging memory
+            if offload.buffer is None:
                 buffer_limit = max(buffer, budget.share(local_world_size) - offload.host)
             elif prefetch is None:
                 prefetch = buffer // 2

@@ -344,6 +344,11 @@ class SpillStore:
         return self._pinned and slot._lease is not None
 
     @property
+    def pins_all(self) -> bool:
+        """Whether that holds for every slot: there are no drives."""
+        return self._pinned and not self._slabs
+
+    @property
     def closed(self) -> bool:
         return self._closed  # and no memory of the host tier may be touched
 

@@ -34,7 +34,9 @@ def ptx(kernel: object, types: dict[str, str], constants: dict[str, object]) -> 
 
 def check(text: str) -> None:
     assert not re.search(r"\bfma\.", text), "a product and a sum were fused into one rounding"
-    assert not re.search(r"\b(add|sub)\.[su]16x2\b", text), "ptxas 12.8 adds 0 where only the upper half is used"
+    assert not re.search(r"\b(add|sub)\.[su]16x2\b", text), (
+        "ptxas 12.8 adds 0 where only the upper half is used"
+    )
     divisions = set(re.findall(r"div\.[a-z.0-9]*f32", text))
     assert divisions <= {"div.rn.f32"}, f"divisions that are not rounded to nearest: {divisions}"
 
@@ -50,7 +52,8 @@ for kernel, sizes in (
     assert set(sizes) <= {p.name for p in kernel.params if p.do_not_specialize}, kernel
 
 for bits, kind, reach, stochastic in (
-    (8, SYMMETRIC, 127, False), (4, SYMMETRIC, 7, True), (4, ASYMMETRIC, 15, True), (8, E4M3, 448.0, False), (8, E5M2, 57344.0, False)
+    (8, SYMMETRIC, 127, False), (4, SYMMETRIC, 7, True), (4, ASYMMETRIC, 15, True),
+    (8, E4M3, 448.0, False), (8, E5M2, 57344.0, False),
 ):  # fmt: skip
     shape = {"Q": 32, "R": 4096 // 128, "BITS": bits, "KIND": kind}
     text = ptx(block._encode_kernel, {"x": "*bf16"}, shape | {"REACH": reach, "STOCHASTIC": stochastic})
@@ -59,7 +62,11 @@ for bits, kind, reach, stochastic in (
     check(text)
     check(ptx(block._decode_kernel, {"out": "*fp32"}, shape | {"ACCUMULATE": True, "BFLOAT16": False}))
     check(ptx(block._decode_kernel, {"out": "*i16"}, shape | {"ACCUMULATE": False, "BFLOAT16": True}))
-    check(ptx(block._decode_kernel, {"out": "*i16"}, shape | {"numel": 1, "ACCUMULATE": False, "BFLOAT16": True}))
+    check(
+        ptx(
+            block._decode_kernel, {"out": "*i16"}, shape | {"numel": 1, "ACCUMULATE": False, "BFLOAT16": True}
+        )
+    )
 
 rotation = {"R": 32, "B": 128, "STAGES": 7}
 text = ptx(hadamard._rotate_kernel, {"x": "*bf16"}, rotation)

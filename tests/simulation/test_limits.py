@@ -152,7 +152,7 @@ def test_where_tensors_are_written_from_their_own_memory_the_limit_is_a_part_of_
     copies: bool, saved: int, limit: int
 ) -> None:
     """On the CPU that of before; with GPUDirect Storage what two operators save, so that one is written while the next runs."""
-    transfer = SimpleNamespace(copies=copies, buffers=SimpleNamespace(capacity=1024 * MiB))
+    transfer = SimpleNamespace(copies=copies, unstaged=False, buffers=SimpleNamespace(capacity=1024 * MiB))
     mover = SimpleNamespace(transfer=transfer, departures=SimpleNamespace(limit=0), stores=SimpleNamespace())
     limits = TransferLimits(mover, EngineOptions(by_cufile=copies))  # type: ignore[arg-type]
     assert mover.stores.allowed == 256 * MiB
@@ -162,7 +162,7 @@ def test_where_tensors_are_written_from_their_own_memory_the_limit_is_a_part_of_
 
 @pytest.mark.parametrize(
     ("section", "grows"),
-    [({}, True), ({"buffer": "64MiB"}, False), ({"directories": [], "host": "4MiB"}, False)],
+    [({}, True), ({"buffer": "64MiB"}, False), ({"directories": [], "host": "4MiB"}, True)],
     ids=["drive", "set", "host"],
 )
 def test_an_arena_grows_where_drives_are_written_through_it_and_its_size_is_not_set(

@@ -45,6 +45,9 @@ __all__ = ["Departures", "StoresInFlight", "TransferLimits"]
 DEVICE_SHARE = 1 / 16
 """Share of what a forward saves that may be on a GPU while it is copied off it, and again while it comes back."""
 
+UNLIMITED = 1 << 60
+"""Bytes in flight where every slot is pinned host memory, which a device copies to: what is under way takes no other memory."""
+
 IN_PLACE = 256 * MiB
 """Default of `offload.in_flight` where tensors are written from their own memory."""
 
@@ -113,6 +116,8 @@ class TransferLimits:
     def _set_in_flight(self) -> None:
         if self._options.in_flight is not None:
             self._mover.stores.allowed = self._options.in_flight
+        elif self._mover.transfer.unstaged:
+            self._mover.stores.allowed = UNLIMITED
         elif self._mover.transfer.copies and not self._options.by_cufile:
             self._mover.stores.allowed = self._buffers.capacity // 2
         elif self._mover.transfer.copies:

@@ -66,8 +66,11 @@ class Prefetcher:
 
         Three of the largest regions that are loaded or 24 MiB, which keep a drive busy, but no more than an eighth of what `tape`
         has in the tiers: larger buffers would take the memory that offloading it saves. Half of a pinned arena, which takes none.
+        What comes to a device from pinned slots is not read: as far as it has device memory for.
         """
-        if self._options.prefetch is None and self._options.buffer_limit is not None:
+        if self._options.prefetch is None and self._mover.transfer.unstaged:
+            self.limit = self._mover.departures.limit
+        elif self._options.prefetch is None and self._options.buffer_limit is not None:
             self.limit = self._buffers.capacity // 2
         elif self._options.prefetch is None:
             free = self._buffers.capacity // 2 if self._options.buffer is not None else 1024 * MiB

@@ -72,8 +72,12 @@ class StagedTransfer:
         self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
 
     @property
+    def unstaged(self) -> bool:
+        return self.store.pins_all
+
+    @property
     def largest(self) -> int | None:
-        return self.buffers.capacity
+        return None if self.unstaged else self.buffers.capacity
 
     def encode(self, region: Region) -> torch.Tensor | None:
         payload = self._encoding.encode(region)

@@ -38,6 +38,10 @@ class Transfer(Protocol):
     """The engine is closed: what is in a tier does not come back any more."""
 
     @property
+    def unstaged(self) -> bool:
+        """A device copies to and from every slot itself: stores and loads take no memory of a buffer."""
+
+    @property
     def largest(self) -> int | None:
         """Bytes of the largest region that it can store; None: of any."""
 
@@ -118,7 +122,7 @@ class Encoding:
 class DirectTransfer:
     """CPU tensors, read and written in place by the I/O pool."""
 
-    copies = False
+    copies = unstaged = False
     closed = False
     largest: int | None = None
 
