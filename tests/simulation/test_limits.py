@@ -95,6 +95,19 @@ def test_limits_follow_what_operators_save(
     assert engine.metrics.kept_late_bytes == 0, "a tensor found no room"
 
 
+def test_an_outlier_is_on_the_device_once() -> None:
+    """The logits: the tensors before them leave while they are made."""
+    engine = engine_after((*LAYERS, LayerTimes(0.1, 0.1, (10 * MiB,))), buffer_limit=64 * MiB)
+    assert engine.mover.departures.limit == 4 * MiB
+    assert engine_after(LAYERS, buffer_limit=64 * MiB).mover.departures.limit == 4 * MiB
+    layers = (LayerTimes(0.02, 0.04, (MiB,)),) * 16
+    peaks = [
+        engine_after((*layers, LayerTimes(0.1, 0.1, (last * MiB,))), buffer_limit=64 * MiB).snapshot()
+        for last in (1, 6)
+    ]
+    assert peaks[1].activation_peak_bytes - peaks[0].activation_peak_bytes <= 6 * MiB
+
+
 @pytest.mark.parametrize(
     ("order", "at_forwards"),
     [

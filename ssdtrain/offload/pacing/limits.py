@@ -8,7 +8,7 @@ arrives at once: two of them let the next one be copied while the last one is wr
 Staging memory is pinned when the arena is made, so a limit below half of the arena (the other half is for loads) frees no
 memory, and only makes the host wait. Where `offload.buffer` is not given, the arena grows until each half holds two operators,
 and at least the largest tensor. The size of an operator is that of the second largest of a forward: a single outlier, such as
-the logits of a large vocabulary, passes through and does not pin four times its size.
+the logits of a large vocabulary, passes through, and neither pins four times its size nor takes twice its size on the device.
 
 To pin memory takes seconds and may wait for the device, where a collective or a send may wait for another rank of a pipeline. So
 the arena grows between steps, when no forward or backward is under way; in a forward only for a tensor larger than all of it,
@@ -40,10 +40,13 @@ from ssdtrain.storage import Operation, signals_deferred
 if TYPE_CHECKING:
     from ssdtrain.offload.transfer.mover import Mover
 
-__all__ = ["Departures", "StoresInFlight", "TransferLimits"]
+__all__ = ["NEWEST", "Departures", "StoresInFlight", "TransferLimits"]
 
 DEVICE_SHARE = 1 / 16
 """Share of what a forward saves that may be on a GPU while it is copied off it, and again while it comes back."""
+
+NEWEST = 2
+"""Number of stores whose tensors stay on a device whatever their size, so that an outlier's copy is not waited for at once."""
 
 UNLIMITED = 1 << 60
 """Bytes in flight where every slot is pinned host memory, which a device copies to: what is under way takes no other memory."""
@@ -82,8 +85,8 @@ class TransferLimits:
             tape.largest_operator = first
         self._largest_operator = max(self._largest_operator, operator_bytes)
         self._largest_tape = max(self._largest_tape, tape.nbytes)
-        self._mover.departures.limit = max(2 * self._largest_operator, int(DEVICE_SHARE * self._largest_tape))
         self._usual_operator = max(self._usual_operator, tape.second_operator)
+        self._mover.departures.limit = max(2 * self._usual_operator, int(DEVICE_SHARE * self._largest_tape))
         self._wanted = max(4 * self._usual_operator, largest)
         if largest > self._buffers.capacity:
             self._missing = max(self._missing, largest)
@@ -208,6 +211,7 @@ class Departures:
     Note: [Departure of parts]
     Tensors that leave whole go when later stores have taken their place on the device. Where tensors are so large that they leave
     in part, few are stored, and that place may never be taken: those go when so many bytes were saved since, stored or not.
+    Modelled in `ssdtrain/planner/model/simulation.py`: change both.
 
     Args:
         depart: lets the stream of a region wait for its copy and empties the tensor.
@@ -250,7 +254,7 @@ class Departures:
         regions, limit = self._regions, self.limit
         regions.append(region)
         self._bytes += region.nbytes
-        while regions:
+        while len(regions) > NEWEST:
             oldest = regions[0]
             leaves = _on_its_way(oldest)
             if leaves and self._bytes <= limit:

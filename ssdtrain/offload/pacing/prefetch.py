@@ -147,14 +147,14 @@ class Prefetcher:
         room = mover.departures.limit
         near = max(self.limit, room)
         in_order = True
-        for region in self._coming(tape):
+        for place, region in enumerate(self._coming(tape)):
             near -= region.nbytes
-            if near < 0:
+            if near < 0 and place:
                 return in_order
             if region.pointer:
                 continue  # in its tensor
             room -= region.nbytes
-            if room < 0:
+            if room < 0 and place:
                 return in_order
             if region.transfer.payload is not None and region.transfer.state in (State.STAGED, State.STORING):
                 continue  # decoded on the stream that asks for it
