@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import native
+from ssdtrain.codecs import kernels, native
 from ssdtrain.codecs.base import ExactCodec, FixedSizeCodec, Key, PayloadError, VariableSizeCodec, align
 
 _DENSE = -1
@@ -20,6 +20,9 @@ def _pack(flat: Tensor, packed: Tensor, backend: str) -> None:
     if native.usable(backend, flat, packed):
         native.mask_pack(flat, packed)
         return
+    if flat.numel() and kernels.usable(backend, flat, packed):
+        kernels.mask_pack(flat, packed)
+        return
     bits = torch.nn.functional.pad(flat.to(torch.uint8), (0, -flat.numel() % 8)).view(-1, 8)
     place = torch.arange(8, dtype=torch.uint8, device=flat.device)
     torch.sum(bits << place, dim=1, dtype=torch.uint8, out=packed)
@@ -28,6 +31,9 @@ def _pack(flat: Tensor, packed: Tensor, backend: str) -> None:
 def _unpack(packed: Tensor, out: Tensor, backend: str) -> None:
     if native.usable(backend, packed, out):
         native.mask_unpack(packed, out)
+        return
+    if out.numel() and kernels.usable(backend, packed, out):
+        kernels.mask_unpack(packed, out)
         return
     place = torch.arange(8, dtype=torch.uint8, device=out.device)
     out.copy_((packed[:, None] >> place & 1).view(-1)[: out.numel()])
@@ -52,7 +58,8 @@ class Mask(_MaskCodec, FixedSizeCodec):
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
         used = _packed_bytes(flat.numel())
         _pack(flat, body[:used], self.backend)
-        body[used:].zero_()
+        if used < body.numel():
+            body[used:].zero_()
         return True
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -16,6 +16,7 @@ from ssdtrain.device import device_for
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
+from ssdtrain.offload.transfer.coding import MASK
 from ssdtrain.offload.transfer.gpudirect import attach_gpudirect, gpudirect_refused
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
 from ssdtrain.storage.memory import HUGE_PAGE
@@ -98,6 +99,7 @@ def build_engine(
             verified=offload.verify == "all",
             rank=rank,
         )
+        warm_up(make_codec(MASK), device, [torch.bool])
         if offload.codec is not None:
             warm_up(make_codec(offload.codec), device, FLOATS)
         return OffloadEngine(store, layer, device, _policy(offload, policy), options), store

@@ -9,7 +9,7 @@ from triton import compile as compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ssdtrain.codecs.kernels import block, hadamard, zfp
+from ssdtrain.codecs.kernels import block, hadamard, mask, zfp
 from ssdtrain.codecs.scales import ASYMMETRIC, E4M3, E5M2, SYMMETRIC
 
 POINTERS = {"payload": "*u8", "scale_in": "*i16", "code_in": "*u8", "sign": "*fp32", "rotated": "*fp32"}
@@ -17,14 +17,18 @@ STRIDES = ("x_stride", "payload_stride", "padded")
 NUMBERS = {"cap": "fp32", "lowest": "fp32", "unit": "fp32"}
 
 
-def ptx(kernel: object, types: dict[str, str], constants: dict[str, object]) -> str:
+def ptx(
+    kernel: object, types: dict[str, str], constants: dict[str, object], multiples: tuple[str, ...] = STRIDES
+) -> str:
     names = kernel.arg_names
     signature = {
         n: "constexpr" if n in constants else (POINTERS | NUMBERS | types).get(n, "i32") for n in names
     }
     # Pointers, and what else is not exempt from it, as a launch would specialise them: multiples of 16.
     aligned = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or n in STRIDES
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if signature[n][0] == "*" or n in multiples
     }
     values = {(names.index(n),): value for n, value in constants.items()}
     source = ASTSource(kernel, signature, values, aligned)
@@ -78,3 +82,8 @@ rate_8 = {"R": 256, "BLOCK_BITS": 32, "PLANES": 23}
 integers = {"table": "*i32", "stream": "*i32", "finite_out": "*i32"}
 check(ptx(zfp._encode_kernel, integers | {"x": "*fp16"}, rate_8))
 check(ptx(zfp._decode_kernel, integers | {"out": "*fp32"}, rate_8 | {"ACCUMULATE": True, "BFLOAT16": False}))
+
+text = ptx(mask._pack_kernel, {"flat": "*u8", "packed": "*u8"}, {"P": 1024}, ("numel",))
+assert re.search(r"ld\.global\.(v2|v4)", text), "values are loaded as vectors"
+text = ptx(mask._unpack_kernel, {"packed": "*u8", "out": "*u8"}, {"P": 1024}, ("numel",))
+assert re.search(r"st\.global\.(v2|v4)", text), "values are stored as vectors"

@@ -141,3 +141,13 @@ class Operators(TorchDispatchMode):
         if name not in ("empty", "view", "slice", "as_strided", "detach", "alias", "_unsafe_view", "reshape"):
             self.launches.append(name)
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 9, 8192, 8193, 20_001])
+def test_masks(numel: int) -> None:
+    x = randn(numel) > 0.3
+    kernels, reference = make_codec("mask", "triton"), make_codec("mask", "torch")
+    ours, expected = payload(kernels, x, dirty=0x5A), payload(reference, x)
+    assert torch.equal(ours, expected)
+    for codec in (kernels, reference):
+        assert torch.equal(codec.decode(expected, torch.empty(numel, dtype=torch.bool)), x)

@@ -63,18 +63,24 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.M
         launched.append(current[-1])
 
     monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
-    stub = SimpleNamespace(encode=launch, decode=launch, rotate=launch, unrotate=launch)
-    for name in ("block", "hadamard", "zfp"):
+    stub = SimpleNamespace(
+        encode=launch, decode=launch, rotate=launch, unrotate=launch, pack=launch, unpack=launch
+    )
+    for name in ("block", "hadamard", "mask", "zfp"):
         monkeypatch.setattr(kernels, name, stub, raising=False)
     flat, body, out = (torch.zeros(1) for _ in range(3))
     anything: Any = None
     kernels.block_encode(anything, flat, body, anything, None, torch.float32)
     kernels.block_decode(anything, body, out, False)
+    kernels.mask_pack(flat, body)
+    kernels.mask_unpack(body, out)
     kernels.rotate(flat, body, out, 1.0)
     kernels.unrotate(body, out, flat, 1.0, False)
     kernels.zfp_encode(flat, body, 8)
     kernels.zfp_decode(body, out, 8, False)
-    assert [id(tensor) for tensor in launched] == [id(t) for t in (flat, out, flat, out, flat, out)]
+    assert [id(tensor) for tensor in launched] == [
+        id(t) for t in (flat, out, flat, out, flat, out, flat, out)
+    ]
 
 
 def test_a_codec_is_compiled_before_training_for_whole_programs_and_for_a_partial_one(
@@ -121,3 +127,16 @@ def test_on_a_device_the_bytes_are_those_of_the_reference(spec: str, dtype: torc
         assert torch.equal(
             out.cpu(), make_codec(spec, "torch").decode(expected, torch.empty(numel, dtype=dtype))
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numel", [1, 7, 8, 129, 10_007])
+def test_on_a_device_masks_are_packed_as_by_the_reference(numel: int) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+    x = randn(numel) > 0.3
+    expected, codec = payload(make_codec("mask", "torch"), x), make_codec("mask")
+    buf = torch.full_like(expected, ~DIRTY & 0xFF, device="cuda")
+    codec.encode(x.cuda(), buf)
+    assert torch.equal(buf.cpu(), expected)
+    assert torch.equal(codec.decode(buf, torch.empty(numel, dtype=torch.bool, device="cuda")).cpu(), x)

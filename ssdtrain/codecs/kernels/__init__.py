@@ -76,6 +76,22 @@ def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool
         block.decode(codec, body, out, accumulate)
 
 
+def mask_pack(flat: Tensor, packed: Tensor) -> None:
+    """Write bool `flat` [numel] to the bits of `packed` [numel / 8, rounded up]."""
+    from ssdtrain.codecs.kernels import mask
+
+    with torch.cuda.device_of(flat):
+        mask.pack(flat, packed)
+
+
+def mask_unpack(packed: Tensor, out: Tensor) -> None:
+    """Write the bits of `packed` to bool `out` [numel]."""
+    from ssdtrain.codecs.kernels import mask
+
+    with torch.cuda.device_of(out):
+        mask.unpack(packed, out)
+
+
 def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
     """Hadamard rotation of blocks as long as `signs`; `rotated` is float32, padded to whole blocks."""
     from ssdtrain.codecs.kernels import hadamard
