@@ -48,7 +48,7 @@ DEVICE_SHARE = 1 / 16
 NEWEST = 2
 """Number of stores whose tensors stay on a device whatever their size, so that an outlier's copy is not waited for at once."""
 
-UNLIMITED = 1 << 60
+UNBOUNDED = 1 << 60
 """Bytes in flight where every slot is pinned host memory, which a device copies to: what is under way takes no other memory."""
 
 IN_PLACE = 256 * MiB
@@ -120,7 +120,7 @@ class TransferLimits:
         if self._options.in_flight is not None:
             self._mover.stores.allowed = self._options.in_flight
         elif self._mover.transfer.unstaged:
-            self._mover.stores.allowed = UNLIMITED
+            self._mover.stores.allowed = UNBOUNDED
         elif self._mover.transfer.copies and not self._options.by_cufile:
             self._mover.stores.allowed = self._buffers.capacity // 2
         elif self._mover.transfer.copies:

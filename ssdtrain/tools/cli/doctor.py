@@ -241,6 +241,10 @@ def hardware() -> Iterator[Finding]:
         yield Finding("huge pages", state, WARNING, f"more CPU time per byte: write madvise to {HUGE_PAGES}")
 
 
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables that torch reads settings of its allocator from."""
+
+
 def devices() -> Iterator[Finding]:
     if installed("torch") is None:
         return  # `software` has said so.
@@ -252,6 +256,15 @@ def devices() -> Iterator[Finding]:
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("CUDA", ", ".join(names), GOOD)
+        settings = " ".join(os.environ.get(name, "") for name in ALLOCATOR_SETTINGS)
+        if "expandable_segments:true" in settings.lower():
+            yield Finding("device memory", "in expandable segments", GOOD)
+        else:
+            remedy = (
+                "offloaded tensors leave gaps that others do not fit into: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+                " (an H100 reserved 16.0 instead of 19.3 GiB, of which 10.8 were in use)"
+            )
+            yield Finding("device memory", "in segments of fixed size", NOTE, remedy)
         count = len(names)
         apart = [
             (a, b)

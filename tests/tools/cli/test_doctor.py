@@ -47,6 +47,20 @@ def test_a_drive_that_is_almost_full_is_a_warning(
     assert found[f"{tmp_path}: free space"]["verdict"] == "warning"
 
 
+def test_segments_that_cannot_grow_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    found = {}
+    for setting in ("", "max_split_size_mb:512,expandable_segments:True"):
+        monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", setting)
+        found[setting] = next(one for one in doctor.devices() if one.subject == "device memory")
+    fixed, expandable = found.values()
+    assert fixed.verdict == "-" and "expandable_segments:True" in fixed.remedy
+    assert expandable.verdict == "ok" and not expandable.remedy
+
+
 def test_without_numpy_ranks_cannot_exchange_objects(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
