@@ -20,9 +20,9 @@ FRONT, CODED = tl.constexpr(160), tl.constexpr(768)
 WORDS = tl.constexpr(64)
 """Of a quarter of a block."""
 TYPICAL_ABOVE = tl.constexpr(3)
-_WARPS = 16
-_REGISTERS = 64
-"""Of a thread: two programs of 16 warps run at once on a multiprocessor, one while the other waits for memory."""
+ENCODE_OPTIONS = {"num_warps": 16, "maxnreg": 64}
+"""With 64 registers of each thread two programs run at once on a multiprocessor, one while the other waits for memory."""
+DECODE_OPTIONS = {"num_warps": 16}
 _ANY_VALUE = ["skip", "blocks", "behind", "header", "fingerprint", "values"]
 
 
@@ -46,9 +46,9 @@ def _fifteen(top: tl.tensor) -> tl.tensor:
 def _codes(exponent: tl.tensor, base: tl.tensor) -> tl.tensor:
     """Codes of two lanes, `base` in both lanes. Bit 15 keeps lanes apart and says which are below zero."""
     below = base + 0x80008000 - exponent
-    inside = _fifteen(below & ~(below - 0x000E000E) & 0x80008000)
+    inside = _fifteen(below & ((below - 0x000E000E) ^ 0x80008000) & 0x80008000)
     zero = _fifteen((0x80008000 - exponent) & 0x80008000)
-    return (below & inside) | (0x000E000E & ~inside) | zero
+    return (below & inside) | (0x000E000E & (inside ^ 0x000E000E)) | zero
 
 
 @triton.jit
@@ -226,7 +226,7 @@ def _merged(kept: tl.tensor, code: tl.tensor, base: tl.tensor) -> tl.tensor:
     """Two lanes of a value, with the exponent 0 where that is the code or an exception."""
     above = (code + 0x00020002) & 0x00100010
     none = (above << 4) - (above >> 4)
-    exponent = (base + 0x01000100 - code) & 0x00FF00FF & ~none
+    exponent = (base + 0x01000100 - code) & (none ^ 0x00FF00FF)
     return (kept & 0x007F007F) | ((kept & 0x00800080) << 8) | (exponent << 7)
 
 
@@ -310,7 +310,7 @@ def encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces | None 
     _encode_kernel[(max(1, triton.cdiv(blocks, BLOCKS.value)), count)](
         flat.view(torch.uint8), payload, x_stride, payload_stride, skip, blocks, behind,
         header.word, signed(header.fingerprint), header.numel,
-        FLOAT32=flat.dtype == torch.float32, num_warps=_WARPS, maxnreg=_REGISTERS,
+        FLOAT32=flat.dtype == torch.float32, **ENCODE_OPTIONS,
     )  # fmt: skip
     return True
 
@@ -320,7 +320,7 @@ def decode(body: Tensor, out: Tensor) -> None:
     values = out if _aligned(out) else torch.empty_like(out)
     blocks = out.numel() // BLOCK.value
     _decode_kernel[(triton.cdiv(blocks, BLOCKS.value),)](
-        body, values.view(torch.uint8), blocks, FLOAT32=out.dtype == torch.float32, num_warps=_WARPS
+        body, values.view(torch.uint8), blocks, FLOAT32=out.dtype == torch.float32, **DECODE_OPTIONS
     )
     if values is not out:
         out.copy_(values)
