@@ -197,15 +197,19 @@ def values(kind: str, numel: int) -> Tensor:
 
 
 def speed(chosen: Any) -> dict[str, Any]:
-    """GB/s of values in each direction: of one core, or of a GPU; the median of `--rounds`."""
+    """GB/s of values in each direction: of one core, or of a GPU; the median of `--rounds`. On a GPU the payload is compared with
+    that of the CPU."""
     device = torch.device(chosen.device)
     timed = partial(device_seconds, device=device) if device.type == "cuda" else cpu_seconds
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     found: dict[str, dict[str, float]] = {}
+    equal = True
     for dtype in (torch.bfloat16, torch.float32):
         for kind in ("normal", "zero rows", "outliers"):
-            x = values(kind, (chosen.mebibytes << 20) // dtype.itemsize).to(dtype).to(device)
+            host = values(kind, (chosen.mebibytes << 20) // dtype.itemsize).to(dtype)
+            x = host.to(device)
+            equal &= _same_everywhere(host, x)
             subject, copy = CodecSubject("exact", x), torch.empty_like(x)
             directions = {d: subject.directions[d] for d in ("encode", "decode")}
             directions["copy"] = lambda x=x, copy=copy: copy.copy_(x)
@@ -222,11 +226,27 @@ def speed(chosen: Any) -> dict[str, Any]:
     return {
         "device": chosen.device,
         "mebibytes": chosen.mebibytes,
+        "bits_equal": equal,
         "encode_gbps": first["encode"],
         "decode_gbps": first["decode"],
         "copy_gbps": first["copy"],
         "speed": found,
     }
+
+
+def _same_everywhere(host: Tensor, x: Tensor) -> bool:
+    """Whether `x` has the payload of its copy `host`, and decodes to the same bits."""
+    codec = Exact()
+    bufs = []
+    for tensor in (host, x):
+        bufs.append(
+            torch.empty(
+                codec.payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device
+            )
+        )
+        codec.encode(tensor, bufs[-1])
+    out = codec.decode(bufs[1], torch.empty_like(x))
+    return torch.equal(bufs[0], bufs[1].cpu()) and torch.equal(out.view(torch.uint8), x.view(torch.uint8))
 
 
 def anchors(chosen: Any) -> dict[str, Any]:
@@ -338,7 +358,7 @@ def main() -> None:
     arguments.add_argument("--microbatch", type=int, default=4, help=f"sequences of {SEQUENCE} bytes")
     arguments.add_argument("--device", default="cpu", help="whose speed is measured: cpu or cuda")
     arguments.add_argument(
-        "--mebibytes", type=int, default=64, help="size of the tensors whose speed is measured"
+        "--mebibytes", type=int, help="size of the tensors whose speed is measured; 64, or 1024 on a GPU"
     )
     arguments.add_argument("--rounds", type=int, default=7)
     chosen = arguments.parse_args()
@@ -349,6 +369,7 @@ def main() -> None:
                 f"--{option}: {', '.join(sorted(unknown))} unknown; allowed: {', '.join(allowed)}"
             )
         setattr(chosen, option, names)
+    chosen.mebibytes = chosen.mebibytes or (64 if chosen.device == "cpu" else 1024)
     run = {"ratios": ratios, "speed": speed, "anchors": anchors, "ptx": ptx}
     figures: dict[str, Any] = {"benchmark": "exact", **hardware(), "torch": torch.__version__}
     for part in chosen.parts:
