@@ -68,9 +68,6 @@ TYPICAL_ABOVE = 3
 largest exponent of their block."""
 _AT_ONCE = 256
 """Superblocks that the reference works on together: its temporary tensors take some 30 times their bytes."""
-TYPICAL_ABOVE = 3
-"""Distance of a typical base from the smallest of the largest exponents of groups of 8 values: of normal values that is the
-largest exponent of their block."""
 
 
 @dataclass(frozen=True)
