@@ -333,7 +333,7 @@ static PyObject *py_exact_encode(PyObject *self, PyObject *args) {
     int flags, threads;
     exact_job e = {0};
     if (!PyArg_ParseTuple(args, "KiLKi", &x, &e.dtype, &numel, &records, &threads)) return NULL;
-    e.x = AT(x), e.blocks = numel / EXACT_BLOCK, e.records = AT(records);
+    e.x = AT(x), e.groups = numel / EXACT_GROUP, e.records = AT(records);
     Py_BEGIN_ALLOW_THREADS;
     flags = run_exact(exact_encode_slice, &e, threads);
     Py_END_ALLOW_THREADS;
@@ -347,7 +347,7 @@ static PyObject *py_exact_decode(PyObject *self, PyObject *args) {
     int threads;
     exact_job e = {0};
     if (!PyArg_ParseTuple(args, "KKiLi", &records, &out, &e.dtype, &numel, &threads)) return NULL;
-    e.out = AT(out), e.blocks = numel / EXACT_BLOCK, e.records = AT(records);
+    e.out = AT(out), e.groups = numel / EXACT_GROUP, e.records = AT(records);
     Py_BEGIN_ALLOW_THREADS;
     run_exact(exact_decode_slice, &e, threads);
     Py_END_ALLOW_THREADS;

@@ -102,7 +102,7 @@ def exact_encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces |
 
 
 def exact_decode(body: Tensor, out: Tensor) -> None:
-    """Decode into `out` [whole blocks]."""
+    """Decode into `out` [whole groups of 512]."""
     from ssdtrain.codecs.kernels import exact
 
     with torch.cuda.device_of(out):

@@ -1,7 +1,8 @@
 """Kernels of codec `exact`; see Note: [Exact records] and Note: [Bases] in `ssdtrain.codecs.exact`.
 
-One program encodes or decodes one superblock, each value read once. Shapes: R blocks of a superblock, W words of a quarter of a
-block. A word has two 16-bit lanes, of values 2j and 2j + 1, and both are worked on at once.
+One program encodes or decodes one superblock, each value read once. Shapes: R groups of four blocks, W words of a block. A word
+has two 16-bit lanes, of values 2j and 2j + 1, and both are worked on at once. Numbers at the end of names are those of the block
+in its group.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from ssdtrain.codecs.base import Header, Pieces
 from ssdtrain.codecs.kernels.block import signed
 from ssdtrain.codecs.kernels.header import NOT_FINITE, OVERFLOW, write_header
 
-# Numbers of the format, as in `ssdtrain.codecs.exact`; words are those of a quarter of a block.
-_BLOCK, _BLOCKS, _POOL = tl.constexpr(512), tl.constexpr(32), tl.constexpr(128)
-_FRONT, _CODED, _WORDS = tl.constexpr(160), tl.constexpr(768), tl.constexpr(64)
+# Numbers of the format, as in `ssdtrain.codecs.exact`.
+_BLOCK, _GROUP, _GROUPS, _POOL = tl.constexpr(128), tl.constexpr(512), tl.constexpr(32), tl.constexpr(384)
+_FRONT, _CODED, _WORDS = tl.constexpr(512), tl.constexpr(768), tl.constexpr(64)
 _TYPICAL_ABOVE = tl.constexpr(3)
 ENCODE_OPTIONS = {"num_warps": 16, "maxnreg": 64}
 """Launch options of encoding: where a thread has 64 registers, two programs run at once on a multiprocessor, one while the other
 waits for memory."""
 DECODE_OPTIONS = {"num_warps": 16}
-_ANY_VALUE = ["skip", "blocks", "behind", "header", "fingerprint", "values"]
+_ANY_VALUE = ["skip", "groups", "behind", "header", "fingerprint", "values"]
 
 
 @triton.jit
@@ -43,19 +44,36 @@ def _fifteen(top: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _codes(exponent: tl.tensor, base: tl.tensor) -> tl.tensor:
-    """Codes of two lanes, `base` in both lanes. Bit 15 keeps lanes apart and says which are below zero."""
-    below = base + 0x80008000 - exponent
+def _largest(exponent: tl.tensor) -> tl.tensor:
+    """The larger exponent of two lanes."""
+    return tl.maximum(exponent >> 16, exponent & 0xFF)
+
+
+@triton.jit
+def _typical(exponent_RW: tl.tensor, largest_R: tl.tensor) -> tl.tensor:
+    R: tl.constexpr = exponent_RW.shape[0]
+    every_8 = tl.max(tl.reshape(_largest(exponent_RW), [R, 16, 4]), axis=2)
+    smallest_R = tl.min(tl.where(every_8 == 0, 255, every_8), axis=1)
+    return tl.minimum(smallest_R + _TYPICAL_ABOVE, largest_R)
+
+
+@triton.jit
+def _codes(exponent_RW: tl.tensor, base_R: tl.tensor) -> tl.tensor:
+    """Codes of two lanes. Bit 15 keeps lanes apart and says which are below zero."""
+    below = (base_R * 0x00010001 + 0x80008000)[:, None] - exponent_RW
     inside = _fifteen(below & ((below - 0x000E000E) ^ 0x80008000) & 0x80008000)
-    zero = _fifteen((0x80008000 - exponent) & 0x80008000)
+    zero = _fifteen((0x80008000 - exponent_RW) & 0x80008000)
     return (below & inside) | (0x000E000E & (inside ^ 0x000E000E)) | zero
 
 
 @triton.jit
-def _packed_codes(e0: tl.tensor, e1: tl.tensor, e2: tl.tensor, e3: tl.tensor, base_R: tl.tensor) -> tl.tensor:
-    base = (base_R * 0x00010001)[:, None]
-    low = _codes(e0, base) | (_codes(e1, base) << 4)
-    return low | (_codes(e2, base) << 8) | (_codes(e3, base) << 12)
+def _better(exponent_RW: tl.tensor, largest_R: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """The typical base where that leaves fewer exceptions than the largest exponent, and the codes below it."""
+    typical_R = _typical(exponent_RW, largest_R)
+    few_R = tl.sum(_count(_exceptions(_codes(exponent_RW, typical_R))), axis=1)
+    many_R = tl.sum(_count(_exceptions(_codes(exponent_RW, largest_R))), axis=1)
+    base_R = tl.where(few_R < many_R, typical_R, largest_R)
+    return base_R, _codes(exponent_RW, base_R)
 
 
 @triton.jit
@@ -80,7 +98,9 @@ def _ranks(count_RW: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _load_pairs(x: tl.tensor, at: tl.tensor, inside: tl.tensor, FLOAT32: tl.constexpr) -> tl.tensor:
+def _load_pairs(
+    x: tl.tensor, at: tl.tensor, inside: tl.tensor, FLOAT32: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """uint32 of the high halves of two values each, and of the low halves."""
     if FLOAT32:
         both = tl.load(x.to(tl.pointer_type(tl.uint64), bitcast=True) + at, mask=inside, other=0)
@@ -118,7 +138,7 @@ def _encode_kernel(
     x_stride: tl.tensor,
     payload_stride: tl.tensor,
     skip: tl.tensor,
-    blocks: tl.tensor,
+    groups: tl.tensor,
     behind: tl.tensor,
     header: tl.tensor,
     fingerprint: tl.tensor,
@@ -126,25 +146,25 @@ def _encode_kernel(
     FLOAT32: tl.constexpr,
 ) -> None:
     SIZE: tl.constexpr = 4 if FLOAT32 else 2
-    BLOCK_BYTES: tl.constexpr = _CODED + 1024 if FLOAT32 else _CODED
+    GROUP_BYTES: tl.constexpr = _CODED + 1024 if FLOAT32 else _CODED
     piece = tl.program_id(1).to(tl.int64)
     x += (piece + tl.where(piece >= skip, 1, 0)) * x_stride
     payload += piece * payload_stride
     superblock = tl.program_id(0).to(tl.int64)
-    record = payload + 16 + superblock * (_FRONT + _BLOCKS * BLOCK_BYTES)
+    record = payload + 16 + superblock * (_FRONT + _GROUPS * GROUP_BYTES)
 
-    # 1. The values, what is kept of them, and the largest exponent of each block.
-    block_R = tl.arange(0, _BLOCKS)
-    inside = (superblock * _BLOCKS + block_R < blocks)[:, None]
+    # 1. The values, what is kept of them, and the largest exponents.
+    group_R = tl.arange(0, _GROUPS)
+    inside = (superblock * _GROUPS + group_R < groups)[:, None]
     word = tl.arange(0, _WORDS)[None, :]
-    start = x + superblock * (_BLOCKS * _BLOCK * SIZE)
-    at = block_R[:, None] * (4 * _WORDS) + word
+    start = x + superblock * (_GROUPS * _GROUP * SIZE)
+    at = group_R[:, None] * (4 * _WORDS) + word
     w0, l0 = _load_pairs(start, at, inside, FLOAT32)
     w1, l1 = _load_pairs(start, at + _WORDS, inside, FLOAT32)
     w2, l2 = _load_pairs(start, at + 2 * _WORDS, inside, FLOAT32)
     w3, l3 = _load_pairs(start, at + 3 * _WORDS, inside, FLOAT32)
-    data = (record + _FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + block_R[:, None] * (
-        BLOCK_BYTES // 4
+    data = (record + _FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + group_R[:, None] * (
+        GROUP_BYTES // 4
     )
     data += word
     tl.store(data, _kept(w0) | (_kept(w1) << 8), mask=inside)
@@ -158,36 +178,44 @@ def _encode_kernel(
     e1 = _exponents(w1)
     e2 = _exponents(w2)
     e3 = _exponents(w3)
-    upper = tl.maximum(tl.maximum(e0, e1), tl.maximum(e2, e3)) >> 16
-    lower = tl.maximum(tl.maximum(e0 & 0xFF, e1 & 0xFF), tl.maximum(e2 & 0xFF, e3 & 0xFF))
-    group_RW = tl.maximum(upper, lower)
-    largest_R = tl.max(group_RW, axis=1)
-    flags = tl.where(tl.max(largest_R, axis=0) == 255, NOT_FINITE, 0)
+    b0 = tl.max(_largest(e0), axis=1)
+    b1 = tl.max(_largest(e1), axis=1)
+    b2 = tl.max(_largest(e2), axis=1)
+    b3 = tl.max(_largest(e3), axis=1)
+    most = tl.max(tl.maximum(tl.maximum(b0, b1), tl.maximum(b2, b3)), axis=0)
+    flags = tl.where(most == 255, NOT_FINITE, 0)
 
-    # 2. Codes, with other bases where the pool is too small.
-    base_R = largest_R
-    codes = _packed_codes(e0, e1, e2, e3, base_R)
+    # 2. Codes, with typical bases where the pool is too small.
+    low = _codes(e0, b0) | (_codes(e1, b1) << 4)
+    codes = low | (_codes(e2, b2) << 8) | (_codes(e3, b3) << 12)
     exceptions = _exceptions(codes)
     count_RW = _count(exceptions)
     total = tl.sum(tl.sum(count_RW, axis=1), axis=0)
     if total > _POOL:
-        smallest_R = tl.min(tl.where(group_RW == 0, 255, group_RW), axis=1)
-        typical_R = tl.minimum(smallest_R + _TYPICAL_ABOVE, largest_R)
-        others = _packed_codes(e0, e1, e2, e3, typical_R)
-        fewer_R = tl.sum(_count(_exceptions(others)), axis=1) < tl.sum(count_RW, axis=1)
-        base_R = tl.where(fewer_R, typical_R, largest_R)
-        codes = tl.where(fewer_R[:, None], others, codes)
+        # Read again: what else the compiler keeps for this branch it spills.
+        w0, l0 = _load_pairs(start, at, inside, FLOAT32)
+        b0, codes = _better(_exponents(w0), b0)
+        w1, l1 = _load_pairs(start, at + _WORDS, inside, FLOAT32)
+        b1, code = _better(_exponents(w1), b1)
+        codes = codes | (code << 4)
+        w2, l2 = _load_pairs(start, at + 2 * _WORDS, inside, FLOAT32)
+        b2, code = _better(_exponents(w2), b2)
+        codes = codes | (code << 8)
+        w3, l3 = _load_pairs(start, at + 3 * _WORDS, inside, FLOAT32)
+        b3, code = _better(_exponents(w3), b3)
+        codes = codes | (code << 12)
         exceptions = _exceptions(codes)
         count_RW = _count(exceptions)
         total = tl.sum(tl.sum(count_RW, axis=1), axis=0)
         flags = flags | tl.where(total > _POOL, OVERFLOW, 0)
 
-    # 3. The record but for exceptions.
-    pool = record + _BLOCKS
-    slot = tl.arange(0, _POOL)
-    if superblock * _BLOCKS < blocks:  # fewer than 512 values have no record
-        tl.store(record + block_R, base_R.to(tl.uint8))
-        tl.store(pool + slot, tl.zeros([_POOL], tl.uint8), mask=slot >= total)
+    # 3. The rest of the record but for exceptions.
+    pool = record + 4 * _GROUPS
+    if superblock * _GROUPS < groups:  # fewer than 512 values have no record
+        bases = b0 | (b1 << 8) | (b2 << 16) | (b3 << 24)
+        tl.store(record.to(tl.pointer_type(tl.uint32), bitcast=True) + group_R, bases)
+        slot = tl.arange(0, _FRONT)
+        tl.store(pool + slot, tl.zeros([_FRONT], tl.uint8), mask=(slot >= total) & (slot < _POOL))
     tl.store(data + 2 * _WORDS, codes, mask=inside)
 
     # 4. Exceptions: round i stores the i-th of each word, and few words have two. Their values are read again, which takes less
@@ -197,22 +225,22 @@ def _encode_kernel(
         halves = start.to(tl.pointer_type(tl.uint16), bitcast=True) + (at * SIZE + SIZE // 2 - 1)
         for _ in range(tl.max(tl.max(count_RW, axis=1), axis=0)):
             lowest = exceptions & (0 - exceptions)
-            place = tl.where((lowest & 0x10101010) != 0, 2 * _WORDS, 0) + tl.where(lowest > 0xFFFF, 1, 0)
-            place += tl.where((lowest & 0x11001100) != 0, 4 * _WORDS, 0)
+            place = tl.where((lowest & 0x10101010) != 0, _BLOCK, 0) + tl.where(lowest > 0xFFFF, 1, 0)
+            place += tl.where((lowest & 0x11001100) != 0, 2 * _BLOCK, 0)
             found = (exceptions != 0) & (rank_RW < _POOL)
             value = tl.load(halves + place * (SIZE // 2), mask=found, other=0)
             tl.store(pool + rank_RW, ((value >> 7) & 0xFF).to(tl.uint8), mask=found)
             exceptions = exceptions & (exceptions - 1)
             rank_RW += 1
 
-    # 5. The first program copies what is behind the last block, with zeros up to a multiple of 16 bytes.
+    # 5. The first program copies what is behind the last group, with zeros up to a multiple of 16 bytes.
     if (tl.program_id(0) == 0) & (behind > 0):
-        superblocks = (blocks + _BLOCKS - 1) // _BLOCKS
-        end = payload + 16 + superblocks.to(tl.int64) * _FRONT + blocks.to(tl.int64) * BLOCK_BYTES
+        superblocks = (groups + _GROUPS - 1) // _GROUPS
+        end = payload + 16 + superblocks.to(tl.int64) * _FRONT + groups.to(tl.int64) * GROUP_BYTES
         kind: tl.constexpr = tl.pointer_type(tl.int32) if FLOAT32 else tl.pointer_type(tl.int16)
         MAGNITUDE: tl.constexpr = 0x7F800000 if FLOAT32 else 0x7F80
-        i = tl.arange(0, _BLOCK)
-        rest = x + blocks.to(tl.int64) * (_BLOCK * SIZE)
+        i = tl.arange(0, _GROUP)
+        rest = x + groups.to(tl.int64) * (_GROUP * SIZE)
         value = tl.load(rest.to(kind, bitcast=True) + i, mask=i < behind, other=0)
         padded = (behind * SIZE + 15) // 16 * (16 // SIZE)
         tl.store(end.to(kind, bitcast=True) + i, value, mask=i < padded)
@@ -222,47 +250,48 @@ def _encode_kernel(
 
 
 @triton.jit
-def _merged(kept: tl.tensor, code: tl.tensor, base: tl.tensor) -> tl.tensor:
-    """Two lanes of a value, with the exponent 0 where that is the code or an exception."""
+def _merged(kept: tl.tensor, codes: tl.tensor, base_R: tl.tensor) -> tl.tensor:
+    """Two lanes of values from the low bits of each lane, with the exponent 0 where that is the code or an exception."""
+    code = codes & 0x000F000F
     above = (code + 0x00020002) & 0x00100010
     none = (above << 4) - (above >> 4)
-    exponent = (base + 0x01000100 - code) & (none ^ 0x00FF00FF)
+    exponent = (((base_R & 0xFF) * 0x00010001 + 0x01000100)[:, None] - code) & (none ^ 0x00FF00FF)
     return (kept & 0x007F007F) | ((kept & 0x00800080) << 8) | (exponent << 7)
 
 
-@triton.jit(do_not_specialize=["blocks"])
-def _decode_kernel(body: tl.tensor, out: tl.tensor, blocks: tl.tensor, FLOAT32: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["groups"])
+def _decode_kernel(body: tl.tensor, out: tl.tensor, groups: tl.tensor, FLOAT32: tl.constexpr) -> None:
     SIZE: tl.constexpr = 4 if FLOAT32 else 2
-    BLOCK_BYTES: tl.constexpr = _CODED + 1024 if FLOAT32 else _CODED
+    GROUP_BYTES: tl.constexpr = _CODED + 1024 if FLOAT32 else _CODED
     superblock = tl.program_id(0).to(tl.int64)
-    record = body + superblock * (_FRONT + _BLOCKS * BLOCK_BYTES)
+    record = body + superblock * (_FRONT + _GROUPS * GROUP_BYTES)
 
     # 1. The record.
-    block_R = tl.arange(0, _BLOCKS)
-    inside = (superblock * _BLOCKS + block_R < blocks)[:, None]
+    group_R = tl.arange(0, _GROUPS)
+    inside_R = superblock * _GROUPS + group_R < groups
+    inside = inside_R[:, None]
     word = tl.arange(0, _WORDS)[None, :]
-    data = (record + _FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + block_R[:, None] * (
-        BLOCK_BYTES // 4
+    data = (record + _FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + group_R[:, None] * (
+        GROUP_BYTES // 4
     )
     data += word
     k01 = tl.load(data, mask=inside, other=0)
     k23 = tl.load(data + _WORDS, mask=inside, other=0)
     codes = tl.load(data + 2 * _WORDS, mask=inside, other=0)
-    base_R = tl.load(record + block_R, mask=superblock * _BLOCKS + block_R < blocks, other=0).to(tl.uint32)
-    base = (base_R * 0x00010001)[:, None]
+    base_R = tl.load(record.to(tl.pointer_type(tl.uint32), bitcast=True) + group_R, mask=inside_R, other=0)
 
     # 2. The values but for exceptions.
-    w0 = _merged(k01, codes & 0x000F000F, base)
-    w1 = _merged(k01 >> 8, (codes >> 4) & 0x000F000F, base)
-    w2 = _merged(k23, (codes >> 8) & 0x000F000F, base)
-    w3 = _merged(k23 >> 8, (codes >> 12) & 0x000F000F, base)
+    w0 = _merged(k01, codes, base_R)
+    w1 = _merged(k01 >> 8, codes >> 4, base_R >> 8)
+    w2 = _merged(k23, codes >> 8, base_R >> 16)
+    w3 = _merged(k23 >> 8, codes >> 12, base_R >> 24)
 
     # 3. Exceptions, as they were stored.
     exceptions = _exceptions(codes)
     count_RW = _count(exceptions)
     rounds = tl.max(tl.max(count_RW, axis=1), axis=0)
     if rounds > 0:
-        pool = record + _BLOCKS
+        pool = record + 4 * _GROUPS
         rank_RW = _ranks(count_RW)
         for _ in range(rounds):
             lowest = exceptions & (0 - exceptions)
@@ -277,8 +306,8 @@ def _decode_kernel(body: tl.tensor, out: tl.tensor, blocks: tl.tensor, FLOAT32: 
             rank_RW += 1
 
     # 4. The tensor.
-    start = out + superblock * (_BLOCKS * _BLOCK * SIZE)
-    at = block_R[:, None] * (4 * _WORDS) + word
+    start = out + superblock * (_GROUPS * _GROUP * SIZE)
+    at = group_R[:, None] * (4 * _WORDS) + word
     _store_pairs(start, at, inside, w0, data + 3 * _WORDS, FLOAT32)
     _store_pairs(start, at + _WORDS, inside, w1, data + 4 * _WORDS, FLOAT32)
     _store_pairs(start, at + 2 * _WORDS, inside, w2, data + 5 * _WORDS, FLOAT32)
@@ -306,9 +335,9 @@ def encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces | None 
             return False
         flat = flat.clone()
     payload.as_strided((count, 4), (payload_stride, 1)).zero_()
-    blocks, behind = divmod(flat.numel(), _BLOCK.value)
-    _encode_kernel[(max(1, triton.cdiv(blocks, _BLOCKS.value)), count)](
-        flat.view(torch.uint8), payload, x_stride, payload_stride, skip, blocks, behind,
+    groups, behind = divmod(flat.numel(), _GROUP.value)
+    _encode_kernel[(max(1, triton.cdiv(groups, _GROUPS.value)), count)](
+        flat.view(torch.uint8), payload, x_stride, payload_stride, skip, groups, behind,
         header.word, signed(header.fingerprint), header.numel,
         FLOAT32=flat.dtype == torch.float32, **ENCODE_OPTIONS,
     )  # fmt: skip
@@ -316,11 +345,11 @@ def encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces | None 
 
 
 def decode(body: Tensor, out: Tensor) -> None:
-    """Decode into float32 or bfloat16 `out` [whole blocks]."""
+    """Decode into float32 or bfloat16 `out` [whole groups of 512]."""
     values = out if _aligned(out) else torch.empty_like(out)
-    blocks = out.numel() // _BLOCK.value
-    _decode_kernel[(triton.cdiv(blocks, _BLOCKS.value),)](
-        body, values.view(torch.uint8), blocks, FLOAT32=out.dtype == torch.float32, **DECODE_OPTIONS
+    groups = out.numel() // _GROUP.value
+    _decode_kernel[(triton.cdiv(groups, _GROUPS.value),)](
+        body, values.view(torch.uint8), groups, FLOAT32=out.dtype == torch.float32, **DECODE_OPTIONS
     )
     if values is not out:
         out.copy_(values)
