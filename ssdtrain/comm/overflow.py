@@ -1,0 +1,239 @@
+"""Exact payloads that did not fit: their elements follow without a codec.
+
+Note: [Elements follow]
+    The payload of an exact codec has a fixed size, and a tensor whose exponents lie far apart does not fit in it. Such a payload
+    says so in its header, and cannot be decoded. Its sender sends the elements as they are to each rank that gets the payload,
+    and a receiver that finds the flag receives them. Both know all they need from this one payload: no other rank takes part,
+    however many there are, and where nothing overflows there is no second message. These messages go between host memories, with
+    a tag that both ends derive from the call. So they meet no other message, and the order of collectives on the device's own
+    groups is the same on all ranks, with and without them.
+
+Note: [The host reads flags]
+    On a GPU flags are copied to pinned memory behind the message, and the host reads them where the caller waits for the call;
+    what comes after a message (decoding, the second half of an all-reduce) is issued there.
+
+Note: [What is owed is sent first]
+    A receiver blocks until its peer has sent. Before that, it sends all that it owes itself, also of calls that it has not waited
+    for: its own flags need no message of a peer. So no two ranks wait for each other's elements.
+
+Note: [Rest after an overflow]
+    What overflowed once may do so again, and then costs more than no codec. After an overflow, messages of its kind between the
+    same ranks go uncompressed: the next 2, after another overflow 4, and so on. Sender and receiver both know all overflows that
+    are `LAG` or more calls ago, because no more calls are under way, and decide by these alone.
+"""
+
+from __future__ import annotations
+
+import zlib
+from bisect import bisect_right, insort
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ssdtrain.comm.meter import CommMetrics
+
+LAG = 64
+"""Number of calls of a group, or of messages to a peer, that may be under way."""
+MOST_SENT = 256
+"""Number of messages with elements that may be under way, before the oldest is waited for."""
+LONGEST_REST = 12
+"""Binary logarithm of the number of messages in a row that go uncompressed after an overflow, at most."""
+
+# Taken before anybody replaces the module's attributes.
+_send, _receive = dist.isend, dist.irecv
+
+Kind = tuple[object, ...]
+"""Names messages that are alike, in strings and numbers; the same on all their ranks."""
+
+
+class PayloadPath(NamedTuple):
+    """The ranks that messages of a kind go between."""
+
+    kind: Kind
+    sender: int
+    """Global rank."""
+    receiver: int | None
+    """Global rank; None: all ranks of the call."""
+
+
+class PayloadName(NamedTuple):
+    """Identifies an exact payload, on the sender and on its receivers."""
+
+    path: PayloadPath
+    number: int
+    """Number of the call among those of its kind."""
+    what: str
+    """Names the payload among those of the call."""
+
+    @property
+    def tag(self) -> int:
+        return 1 << 30 | zlib.crc32(repr(self).encode()) & (1 << 30) - 1
+
+
+class SentPayload(NamedTuple):
+    """A payload that this rank sends."""
+
+    name: PayloadName
+    flag: Tensor
+    """uint8 [1], of the header."""
+    elements: Callable[[], Tensor]
+    """Returns what was encoded, flat; they stay as they are until the caller has waited."""
+    receivers: Sequence[int]
+    """Global ranks."""
+
+
+class ReceivedPayload(NamedTuple):
+    """A payload that came from another rank."""
+
+    name: PayloadName
+    flag: Tensor
+    """uint8 [1], of the header."""
+    numel: int
+    dtype: torch.dtype
+
+
+class HostFlags:
+    """Flags that the host reads later. See Note: [The host reads flags].
+
+    Args:
+        flags: uint8 [1] each; at least one.
+    """
+
+    def __init__(self, flags: Sequence[Tensor]) -> None:
+        values = torch.cat(list(flags))
+        self._event: torch.cuda.Event | None = None
+        if values.is_cuda:
+            values, on_device = torch.empty_like(values, device="cpu", pin_memory=True), values
+            values.copy_(on_device, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+        self._values = values
+
+    @property
+    def on_host(self) -> bool:
+        return self._event is None
+
+    def read(self) -> list[bool]:
+        """Wait for the flags, and return them."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [value != 0 for value in self._values.tolist()]
+
+
+class Overflows:
+    """Sends and receives the elements of payloads that overflowed. One for all calls of a communicator.
+
+    The constructor is a collective call of all ranks where no group of all ranks has messages in host memory.
+    """
+
+    def __init__(self) -> None:
+        self._group = _group_in_host_memory()
+        self._owed: deque[tuple[HostFlags, Sequence[SentPayload], CommMetrics]] = deque()
+        self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._numbers: Counter[Kind] = Counter()
+        self._overflowed: defaultdict[PayloadPath, list[int]] = defaultdict(list)
+
+    def number(self, kind: Kind) -> int:
+        """Count a call; returns its number among those of its kind."""
+        self._numbers[kind] += 1
+        return self._numbers[kind]
+
+    def rests(self, path: PayloadPath, number: int) -> bool:
+        """Return whether a message goes uncompressed. See Note: [Rest after an overflow]."""
+        overflowed = self._overflowed.get(path, ())
+        known = bisect_right(overflowed, number - LAG)
+        return known > 0 and number - LAG - overflowed[known - 1] < 1 << min(known, LONGEST_REST)
+
+    def owe(self, payloads: Sequence[SentPayload], metrics: CommMetrics) -> None:
+        """Send the elements of those of `payloads` that overflowed: now, or on a device when the host reads flags.
+
+        Args:
+            metrics: counts them.
+        """
+        if payloads:
+            flags = HostFlags([payload.flag for payload in payloads])
+            self._owed.append((flags, payloads, metrics))
+            if flags.on_host:
+                self.settle()
+
+    def settle(self) -> None:
+        """Send all elements that are owed. Waits for nothing but this rank's own encoding."""
+        while self._owed:
+            flags, payloads, metrics = self._owed.popleft()
+            for (name, _, elements, receivers), overflowed in zip(payloads, flags.read(), strict=True):
+                if not overflowed:
+                    continue
+                self._note(name)
+                values = elements().detach().to("cpu", copy=True).contiguous()
+                metrics.overflows += 1
+                metrics.wire_bytes += values.nbytes * len(receivers)
+                for receiver in receivers:
+                    work = _send(values, receiver, group=self._group, tag=name.tag)
+                    self._sent.append((work, values))
+        while len(self._sent) > MOST_SENT:
+            self._sent.popleft()[0].wait()
+
+    def receive(self, payload: ReceivedPayload) -> Tensor:
+        """Return the elements of a payload that overflowed, in host memory."""
+        self.settle()
+        self._note(payload.name)
+        values = torch.empty(payload.numel, dtype=payload.dtype, device="cpu")
+        sender = payload.name.path.sender
+        _receive(values, sender, group=self._group, tag=payload.name.tag).wait()
+        return values
+
+    def complete(self) -> None:
+        """Wait until all that was owed has arrived. Receivers have to have waited for their calls."""
+        self.settle()
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _note(self, name: PayloadName) -> None:
+        overflowed = self._overflowed[name.path]
+        if name.number not in overflowed:  # a call may have several payloads
+            insort(overflowed, name.number)
+
+
+class Followed:
+    """What follows the payloads of one message; an algorithm yields it after the message.
+
+    Args:
+        payloads: by a key of the caller's.
+        device: of the payloads; the host reads flags of a GPU where the caller waits for the call.
+    """
+
+    def __init__(
+        self, overflows: Overflows, payloads: dict[Any, ReceivedPayload], device: torch.device
+    ) -> None:
+        self._overflows = overflows
+        self._payloads = payloads
+        self._flags = HostFlags([payload.flag for payload in payloads.values()]) if payloads else None
+        self._elements: dict[Any, Tensor] = {}
+        self.blocks_host = device.type != "cpu"
+
+    def wait(self) -> None:
+        """Read the flags, and receive the elements of payloads that overflowed."""
+        self._overflows.settle()
+        flags = [] if self._flags is None else self._flags.read()
+        for (key, payload), overflowed in zip(self._payloads.items(), flags, strict=True):
+            if overflowed:
+                self._elements[key] = self._overflows.receive(payload).to(payload.flag.device)
+
+    def elements(self, key: Any) -> Tensor | None:
+        """Return the elements of a payload that overflowed; None: decode it."""
+        return self._elements.get(key)
+
+
+def _group_in_host_memory() -> dist.ProcessGroup:
+    """Return a group of all ranks for tensors in host memory."""
+    world = dist.group.WORLD
+    assert world is not None, "torch.distributed is not initialised"
+    if "cpu:gloo" in dist.get_backend_config(world):
+        return world
+    group = dist.new_group(backend="gloo")
+    assert group is not None
+    return group
