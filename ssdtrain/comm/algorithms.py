@@ -5,8 +5,8 @@ all-reduce is a reduce-scatter and an all-gather. Nothing is quantised again on 
 the other nodes, and the whole sum before it is gathered. What is gathered is decoded by its owner as well, so that all ranks hold
 the same bits.
 
-Payloads with an exact section may overflow; then elements follow (see `overflow`). Every rank waits for them at the same place of an
-algorithm, whether any come or not, so that the order of messages is the same on all ranks.
+Payloads with an exact section may overflow; then elements follow (see `overflow`). Every rank waits for them at the same place of
+an algorithm, whether any come or not, so that the order of messages is the same on all ranks.
 
 Functions are `MessageSteps` (see `work`): they yield the messages that they wait for. Tensors are flat; a "piece" is a contiguous
 part of one, small enough that its coding hides behind the messages of the pieces before it.
@@ -260,8 +260,8 @@ def all_gather(call: Call, mine: TensorPiece, outs: Sequence[TensorPiece], part:
 
 
 def sum_of_two(call: Call, values: Tensor, part: str) -> MessageSteps:
-    """Sum `values` of two ranks, in place, by gathering both: as many bytes as two halves of an all-reduce, in one message. The sum
-    of two has one order, so it is that of any other algorithm."""
+    """Sum `values` of two ranks, in place, by gathering both: as many bytes as two halves of an all-reduce, in one message. The
+    sum of two has one order, so it is that of any other algorithm."""
     both = values.new_empty(2, values.numel())
     outs = [TensorPiece(row) for row in both]
     yield from all_gather(call, TensorPiece(values), outs, part)

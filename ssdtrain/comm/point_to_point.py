@@ -2,8 +2,8 @@
 
 Note: [Both sides make the same choice]
     Whether a message is coded follows from its shape and dtype, which the receiver's buffer has as well. Integers, masks and
-    scalars are never compressed, and neither is anything smaller than the dimension's `min_bytes`. What does not fit in the payload
-    of an exact codec follows it (see `overflow`).
+    scalars are never compressed, and neither is anything smaller than the dimension's `min_bytes`. What does not fit in the
+    payload of an exact codec follows it (see `overflow`).
 """
 
 from __future__ import annotations
