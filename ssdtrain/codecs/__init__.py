@@ -1,7 +1,7 @@
 """Codecs: encode a tensor into bytes in a caller-owned buffer, and decode it.
 
 Contains the interface (`base`), counter-based random numbers (`philox`), the codecs (`cast`, `block`, `fp8`, `hadamard`, `zfp`,
-`lossless`, `mask`), and the registry that creates a codec from a string (`registry`). Plain torch is the reference
+`exact`, `lossless`, `mask`), and the registry that creates a codec from a string (`registry`). Plain torch is the reference
 implementation of every codec and runs on any device. Two faster implementations compute the same bytes: C for host memory
 (`native`) and Triton for CUDA (`kernels`).
 
@@ -14,9 +14,11 @@ from ssdtrain.codecs.base import (
     HEADER_BYTES,
     PAYLOAD_ALIGNMENT,
     Codec,
+    ExactCodec,
     FixedSizeCodec,
     Key,
     PayloadError,
+    PayloadOverflow,
     VariableSizeCodec,
     payload_finite,
 )
@@ -27,9 +29,11 @@ __all__ = [
     "HEADER_BYTES",
     "PAYLOAD_ALIGNMENT",
     "Codec",
+    "ExactCodec",
     "FixedSizeCodec",
     "Key",
     "PayloadError",
+    "PayloadOverflow",
     "VariableSizeCodec",
     "available",
     "make_codec",

@@ -5,7 +5,7 @@ A payload is one uint8 buffer: a header of 16 bytes, followed by the codec's bod
     byte 0       format version
     byte 1       0 if every value decodes to a finite number, 1 if the tensor held (or rounded to) Inf or NaN
     byte 2       dtype of the encoded tensor: its index in `PAYLOAD_DTYPES`
-    byte 3       0
+    byte 3       1 if the payload does not hold the tensor (see Note: [Overflow]), else 0
     bytes 4-7    CRC-32 of the codec's spec, little endian
     bytes 8-15   number of elements, little endian
 
@@ -13,6 +13,11 @@ Note: [Inf and NaN]
     Training detects an overflow by Inf or NaN in reduced gradients, so a codec must not turn them into finite numbers. Every
     codec sets the flag, and decodes at least the values of the affected block to NaN or Inf. Conversely, finite values
     decode to finite values within the range that each codec documents.
+
+Note: [Overflow]
+    A codec that restores every bit at a fixed size cannot do so for every tensor. Where `may_overflow`, the caller asks
+    `overflow_flag(payload)` before the payload replaces the tensor, and keeps or sends the tensor itself if it is set. The
+    finite flag of such a payload is right, its values are not.
 
 Note: [Host checks]
     Decoding validates a header in host memory (version, spec, number of elements). A header in device memory is not read,
@@ -35,7 +40,7 @@ PAYLOAD_ALIGNMENT = 16
 FORMAT_VERSION = 2
 
 _HEADER = struct.Struct("<BBBBIQ")
-_NOT_FINITE_BYTE = 1
+_NOT_FINITE_BYTE, _OVERFLOW_BYTE = 1, 3
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 # The position in this tuple is the header's dtype byte: append only.
 PAYLOAD_DTYPES = (
@@ -58,6 +63,10 @@ PAYLOAD_DTYPES = (
 
 class PayloadError(ValueError):
     """The buffer passed to decode is not a payload of this codec for that number of elements."""
+
+
+class PayloadOverflow(PayloadError):
+    """The buffer passed to decode is a payload that could not hold its tensor."""
 
 
 class Key(NamedTuple):
@@ -153,6 +162,11 @@ class Codec(ABC):
         """Whether decoding into the encoded dtype restores the same bits."""
         return False
 
+    @property
+    def may_overflow(self) -> bool:
+        """Whether `ExactCodec.overflow_flag` may be set: the payload of some tensors does not hold them."""
+        return False
+
     @abstractmethod
     def max_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
         """Minimum size in bytes of `out` in encode for `numel` values of `dtype`."""
@@ -181,6 +195,7 @@ class Codec(ABC):
 
         Raises:
             PayloadError: `buf` in host memory is not a payload of this codec for that number of values.
+            PayloadOverflow: `buf` in host memory has the overflow flag. On a device nothing is raised and `out` is undefined.
             TypeError: dtype of `out`.
             ValueError: `buf` too short, not contiguous, not aligned or on another device.
         """
@@ -248,15 +263,21 @@ class Codec(ABC):
         """The header of a payload of `numel` finite values of `dtype`."""
         return Header(FORMAT_VERSION | PAYLOAD_DTYPES.index(dtype) << 16, self._fingerprint(), numel)
 
-    def _write_header(self, out: Tensor, x: Tensor, finite: Tensor | bool) -> None:
+    def _write_header(
+        self, out: Tensor, x: Tensor, finite: Tensor | bool, overflow: Tensor | bool = False
+    ) -> None:
         out[:HEADER_BYTES].copy_(_device_header(self.header(x.dtype, x.numel()), out.device))
         if isinstance(finite, Tensor):
             torch.logical_not(finite, out=out[_NOT_FINITE_BYTE])
         elif not finite:
             out[_NOT_FINITE_BYTE] = 1
+        if isinstance(overflow, Tensor):
+            out[_OVERFLOW_BYTE].copy_(overflow)
+        elif overflow:
+            out[_OVERFLOW_BYTE] = 1
 
     def _check_header(self, buf: Tensor, out: Tensor) -> None:
-        version, _, dtype, _, spec, numel = _HEADER.unpack(bytes(buf[:HEADER_BYTES].tolist()))
+        version, _, dtype, overflow, spec, numel = _HEADER.unpack(bytes(buf[:HEADER_BYTES].tolist()))
         if version != FORMAT_VERSION or spec != self._fingerprint():
             raise PayloadError(
                 f"not a payload of {self.spec}: format version {version} (this is {FORMAT_VERSION}), "
@@ -272,6 +293,11 @@ class Codec(ABC):
             )
         if self.lossless and (encoded := PAYLOAD_DTYPES[dtype]) != out.dtype:
             raise PayloadError(f"{self.spec} decodes to the dtype it encoded, {encoded}, not to {out.dtype}")
+        if overflow:
+            raise PayloadOverflow(
+                f"{self.spec} could not hold this tensor of {numel} values: ask overflow_flag(payload) after encode, and "
+                "use the tensor itself where it is set"
+            )
 
 
 class FixedSizeCodec(Codec):
@@ -289,11 +315,12 @@ class FixedSizeCodec(Codec):
         size = self.payload_bytes(x.numel(), x.dtype)
         if flat.numel() and self._encode_payload(flat, out[:size], self.header(x.dtype, x.numel()), key):
             return size
-        finite: Tensor | bool = True
+        flags: Tensor | bool | tuple[Tensor | bool, Tensor | bool] = True
         if flat.numel():
-            finite = self._encode(flat, out[HEADER_BYTES:size], key)
+            flags = self._encode(flat, out[HEADER_BYTES:size], key)
             out[HEADER_BYTES + self._body_bytes(x.numel(), x.dtype) : size].zero_()
-        self._write_header(out, flat, finite)
+        finite, overflow = flags if isinstance(flags, tuple) else (flags, False)
+        self._write_header(out, flat, finite, overflow)
         return size
 
     def _min_payload_bytes(self, numel: int, dtype: torch.dtype) -> int:
@@ -323,8 +350,11 @@ class FixedSizeCodec(Codec):
         """Bytes after the header for `numel` > 0 values."""
 
     @abstractmethod
-    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
-        """Encode the contiguous, non-empty `flat` [numel] into `body`; returns the finite flag."""
+    def _encode(
+        self, flat: Tensor, body: Tensor, key: Key | None
+    ) -> Tensor | bool | tuple[Tensor | bool, Tensor | bool]:
+        """Encode the contiguous, non-empty `flat` [numel] into `body`; returns the finite flag, with the overflow flag if the
+        codec may overflow."""
 
 
 class VariableSizeCodec(Codec):
@@ -352,6 +382,14 @@ class ExactCodec(Codec):
     unbiased = True
     contractive = True
     lossless = True
+    may_overflow = False
+
+    def overflow_flag(self, buf: Tensor) -> Tensor:
+        """uint8 [1], not zero if the payload at the start of `buf` does not hold its tensor.
+
+        A view of the header on the device of `buf`: nothing waits, and it can be copied with the rest. See Note: [Overflow].
+        """
+        return buf[_OVERFLOW_BYTE : _OVERFLOW_BYTE + 1]
 
 
 def write(values: Tensor, out: Tensor, accumulate: bool) -> None:

@@ -91,7 +91,7 @@ class Lossless(ExactCodec, VariableSizeCodec):
         table = struct.pack(f"<{len(sizes)}q", *sizes).ljust(align(8 * len(planes)), b"\0")
         ctypes.memmove(body.data_ptr(), table, len(table))
         body[at : align(at)].zero_()
-        return _finite(flat, self.backend), at
+        return finite_flag(flat, self.backend), at
 
     def _compressor(self, dtype: torch.dtype) -> object:
         """Exponents get the smallest match table at level 1: they do not repeat in strings, and what a search finds
@@ -161,7 +161,8 @@ class Lossless(ExactCodec, VariableSizeCodec):
             raise ValueError(f"{self.spec} works in host memory, the tensor is on {tensor.device}")
 
 
-def _finite(flat: Tensor, backend: str) -> Tensor | bool:
+def finite_flag(flat: Tensor, backend: str) -> Tensor | bool:
+    """Whether `flat` [numel] of any dtype holds neither Inf nor NaN."""
     if flat.dtype in FLOATS and native.usable(backend, flat):
         return native.all_finite(flat)
     if flat.is_floating_point() and flat.dtype.itemsize == 1:

@@ -11,6 +11,7 @@ from typing import Any
 from ssdtrain.codecs.base import Codec, FixedSizeCodec
 from ssdtrain.codecs.block import IntBlock
 from ssdtrain.codecs.cast import Cast, Raw
+from ssdtrain.codecs.exact import Exact
 from ssdtrain.codecs.fp8 import Float8Block
 from ssdtrain.codecs.hadamard import Hadamard
 from ssdtrain.codecs.lossless import Lossless
@@ -57,6 +58,7 @@ def _zfp(values: Values, backend: str) -> Codec:
 
 _BUILD: dict[str, Callable[[Values, str], Codec]] = {
     "raw": lambda values, backend: Raw(),
+    "exact": lambda values, backend: Exact(backend),
     "bf16": _cast("bf16"),
     "fp16": _cast("fp16"),
     "int8": _integer(8),

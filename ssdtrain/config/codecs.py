@@ -92,6 +92,7 @@ _INTEGER = {
 
 CODEC_KINDS: dict[str, CodecKind] = {
     "raw": CodecKind("the bits, unchanged", {}),
+    "exact": CodecKind("every bit, exponents of bfloat16 and float32 in four bits", {}),
     "bf16": CodecKind("bfloat16", {"hadamard": _HADAMARD}),
     "fp16": CodecKind("float16", {"hadamard": _HADAMARD}),
     "int8": CodecKind("8-bit integers, a scale per block", _INTEGER),
