@@ -75,8 +75,8 @@ class UnderWay:
                 line[-1].wait()
 
 
-class CompressedWork:
-    """A collective under way; what `async_op=True` returns. It has the one method of torch's Work that frameworks call."""
+class CompressedWork(dist.Work):
+    """A collective under way; what `async_op=True` returns. Of torch's Work it has the one method that frameworks call."""
 
     __slots__ = (
         "_after",
@@ -112,6 +112,7 @@ class CompressedWork:
             line: what is under way on the same group, in the order of issue; see Note: [Waits in any order]. None: waited for at
                 once.
         """
+        super().__init__()
         self._metrics = metrics
         self._waiting: deque[tuple[MessageSteps, Any]] = deque()
         self._done = False

@@ -53,26 +53,6 @@ def test_without_a_triton_that_starts_codecs_run_in_plain_torch(
     assert "Failed to find C compiler" in caplog.text
 
 
-def test_a_codec_of_host_memory_is_an_error_at_start_where_it_is_named() -> None:
-    policy = Policy.from_config(CommConfig(pp_forward="lossless"))
-    assert policy.for_device(torch.device("cpu")) is policy
-    with pytest.raises(ConfigError, match=r"ssdtrain\.comm\.pp_forward.*host memory only"):
-        policy.for_device(CUDA)
-
-
-def test_a_preset_leaves_out_on_a_gpu_what_works_in_host_memory_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
-    assert policy.rules["pp_forward"].off and policy.rules["pp_backward"].off
-    assert policy.rules["dp"].inside == "zfp:rate=8"
-    assert "pp_forward, pp_backward stay uncompressed" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(policies, "global_rank", lambda: 1)
-    Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
-    assert not caplog.text
-
-
 def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """A script that names its device, and makes none current, has the first one current on all ranks: NCCL refuses two ranks on
     one device."""

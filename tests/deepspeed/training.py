@@ -43,8 +43,8 @@ COMM: dict[str, dict[str, Any]] = {
     "identity": {
         **SMALL,
         **dict.fromkeys(DIMENSIONS, "raw"),
-        "pp_forward": "lossless",
-        "pp_backward": "lossless",
+        "pp_forward": "exact",
+        "pp_backward": "exact",
     },
     "compressed": {
         **SMALL,
@@ -57,15 +57,12 @@ COMM: dict[str, dict[str, Any]] = {
 }
 """Modes that change the collectives."""
 
-_ON_GPU = {"identity": {"pp_forward": "raw", "pp_backward": "raw"}}
-"""Codecs in place of those that work in host memory only."""
-
 
 def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict[str, Any]:
     """DeepSpeed's config of `row`; with the block if there is a directory."""
     config: dict[str, Any] = {**BASE, **row.config}
     if mode in COMM:
-        config["ssdtrain"] = {"comm": {**COMM[mode], **({} if _on_cpu() else _ON_GPU.get(mode, {}))}}
+        config["ssdtrain"] = {"comm": COMM[mode]}
         return config
     if directory is not None:
         config["ssdtrain"] = {
