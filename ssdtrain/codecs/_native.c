@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include "_native_block.h"
+#include "_native_exact.h"
 #include "_native_floats.h"
 #include "_native_zfp_stream.h"
 
@@ -325,6 +326,34 @@ static PyObject *py_mask_unpack(PyObject *self, PyObject *args) {
     Py_RETURN_NONE;
 }
 
+static PyObject *py_exact_encode(PyObject *self, PyObject *args) {
+    (void)self;
+    address x, records;
+    long long numel;
+    int flags, threads;
+    exact_job e = {0};
+    if (!PyArg_ParseTuple(args, "KiLKi", &x, &e.dtype, &numel, &records, &threads)) return NULL;
+    e.x = AT(x), e.blocks = numel / EXACT_BLOCK, e.records = AT(records);
+    Py_BEGIN_ALLOW_THREADS;
+    flags = run_exact(exact_encode_slice, &e, threads);
+    Py_END_ALLOW_THREADS;
+    return PyLong_FromLong(flags);
+}
+
+static PyObject *py_exact_decode(PyObject *self, PyObject *args) {
+    (void)self;
+    address records, out;
+    long long numel;
+    int threads;
+    exact_job e = {0};
+    if (!PyArg_ParseTuple(args, "KKiLi", &records, &out, &e.dtype, &numel, &threads)) return NULL;
+    e.out = AT(out), e.blocks = numel / EXACT_BLOCK, e.records = AT(records);
+    Py_BEGIN_ALLOW_THREADS;
+    run_exact(exact_decode_slice, &e, threads);
+    Py_END_ALLOW_THREADS;
+    Py_RETURN_NONE;
+}
+
 static PyMethodDef methods[] = {
     {"block_encode", py_block_encode, METH_VARARGS, NULL},
     {"block_decode", py_block_decode, METH_VARARGS, NULL},
@@ -334,6 +363,8 @@ static PyMethodDef methods[] = {
     {"unrotate", py_unrotate, METH_VARARGS, NULL},
     {"zfp_encode", py_zfp_encode, METH_VARARGS, NULL},
     {"zfp_decode", py_zfp_decode, METH_VARARGS, NULL},
+    {"exact_encode", py_exact_encode, METH_VARARGS, NULL},
+    {"exact_decode", py_exact_decode, METH_VARARGS, NULL},
     {"mask_pack", py_mask_pack, METH_VARARGS, NULL},
     {"mask_unpack", py_mask_unpack, METH_VARARGS, NULL},
     {"all_finite", py_all_finite, METH_VARARGS, NULL},

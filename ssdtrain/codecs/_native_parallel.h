@@ -9,26 +9,26 @@
 
 enum { THREADS_MAX = 64, VALUES_PER_THREAD = 1 << 18 }; /* below that, starting a thread takes longer than it saves */
 
-/* Works on units first .. last - 1 of a job; returns whether they are finite. */
+/* Works on units first .. last - 1 of a job; returns flags that hold for all of them: bit 0, all are finite. */
 typedef int (*slice_function)(const void *job, int64_t first, int64_t last);
 
 typedef struct {
     slice_function work;
     const void *job;
     int64_t first, last;
-    int finite;
+    int flags;
 } slice;
 
 static void *run_slice(void *argument) {
     slice *s = argument;
-    s->finite = s->work(s->job, s->first, s->last);
+    s->flags = s->work(s->job, s->first, s->last);
     return 0;
 }
 
-/* `units` of `values` values each, by at most `threads` threads; returns whether all are finite. */
+/* `units` of `values` values each, by at most `threads` threads; returns the flags that hold for all. */
 static int in_slices(slice_function work, const void *job, int64_t units, int64_t values, int threads) {
     int64_t most = units * values / VALUES_PER_THREAD;
-    int count = threads < THREADS_MAX ? threads : THREADS_MAX, finite = 1;
+    int count = threads < THREADS_MAX ? threads : THREADS_MAX, flags = ~0;
     if (count > most) count = (int)most;
     if (count <= 1) return work(job, 0, units);
     slice slices[THREADS_MAX];
@@ -40,9 +40,9 @@ static int in_slices(slice_function work, const void *job, int64_t units, int64_
         if (!started[i]) run_slice(&slices[i]); /* the first, and those that the system has no thread for */
     for (int i = 0; i < count; i++) {
         if (started[i]) pthread_join(ids[i], 0);
-        finite &= slices[i].finite;
+        flags &= slices[i].flags;
     }
-    return finite;
+    return flags;
 }
 
 #endif

@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ssdtrain.codecs import native
 from ssdtrain.codecs.base import PAYLOAD_DTYPES, ExactCodec, FixedSizeCodec, Key
 from ssdtrain.codecs.lossless import finite_flag
 
@@ -73,18 +74,27 @@ class Exact(ExactCodec, FixedSizeCodec):
 
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> tuple[Tensor | bool, Tensor | bool]:
         coded, nbytes = _coded(flat.numel(), flat.dtype)
+        finite: Tensor | bool = finite_flag(flat[coded:], self.backend)
         overflow: Tensor | bool = False
-        for values_SKB, records in _superblocks(flat[:coded], body[:nbytes]):
-            overflow = _encode_records(values_SKB, records) | overflow
+        if coded and native.usable(self.backend, flat, body):
+            records_finite, overflow = native.exact_encode(flat[:coded], body)
+            finite = finite & records_finite
+        elif coded:
+            finite = finite & torch.isfinite(flat[:coded]).all()
+            for values_SKB, records in _superblocks(flat[:coded], body[:nbytes]):
+                overflow = _encode_records(values_SKB, records) | overflow
         behind = flat[coded:].view(torch.uint8)
         body[nbytes : nbytes + behind.numel()].copy_(behind)
-        return finite_flag(flat, self.backend), overflow
+        return finite, overflow
 
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         values = torch.empty_like(out) if accumulate else out
         coded, nbytes = _coded(out.numel(), out.dtype)
-        for values_SKB, records in _superblocks(values[:coded], body[:nbytes]):
-            _decode_records(records, values_SKB)
+        if coded and native.usable(self.backend, body, out):
+            native.exact_decode(body, values[:coded])
+        elif coded:
+            for values_SKB, records in _superblocks(values[:coded], body[:nbytes]):
+                _decode_records(records, values_SKB)
         behind = values[coded:].view(torch.uint8)
         behind.copy_(body[nbytes : nbytes + behind.numel()])
         if accumulate:

@@ -146,6 +146,17 @@ def zfp_decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> 
     )  # fmt: skip
 
 
+def exact_encode(flat: Tensor, records: Tensor) -> tuple[bool, bool]:
+    """Encode `flat` [whole blocks]; returns whether all values are finite, and whether a pool overflows."""
+    flags = _native().exact_encode(*_values(flat), records.data_ptr(), torch.get_num_threads())
+    return bool(flags & 1), not flags & 2
+
+
+def exact_decode(records: Tensor, out: Tensor) -> None:
+    """Decode into `out` [whole blocks]."""
+    _native().exact_decode(records.data_ptr(), *_values(out), torch.get_num_threads())
+
+
 def mask_pack(flat: Tensor, packed: Tensor) -> None:
     """Pack bool `flat` [numel] into bits."""
     _native().mask_pack(flat.data_ptr(), flat.numel(), packed.data_ptr())

@@ -196,6 +196,22 @@ def test_any_exponents_come_back_or_overflow(
         assert same_bits(decoded(codec, buf, x), x)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    runs=st.lists(st.tuples(st.integers(0, 255), st.integers(1, 900)), min_size=1, max_size=40),
+    repeat=st.sampled_from([1, 8]),
+    noise=st.sampled_from([0, 3, 20]),
+    dtype=st.sampled_from(CODED),
+)
+def test_c_writes_the_bytes_of_the_reference(
+    runs: list[tuple[int, int]], repeat: int, noise: int, dtype: torch.dtype
+) -> None:
+    exponents = torch.cat([torch.full((n,), e) for e, n in runs]).repeat(repeat)
+    spread = torch.randint(0, noise + 1, exponents.shape, generator=torch.Generator().manual_seed(0))
+    x = with_exponents((exponents - spread).clamp(min=0), dtype)
+    assert torch.equal(payload(Exact("native"), x), payload(Exact("torch"), x))
+
+
 def test_the_flag_is_a_view_that_needs_no_copy() -> None:
     buf = payload(Exact(), torch.zeros(1000))
     flag = Exact().overflow_flag(buf)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ssdtrain.codecs import Codec, make_codec, payload_finite
 from ssdtrain.codecs import native as native_module
+from ssdtrain.codecs.exact import Exact
 from tests.codecs.common import FLOATS, payload, randn
 from tests.support.tiers import tiered
 
@@ -179,6 +180,23 @@ def test_the_bytes_do_not_depend_on_the_number_of_threads(spec: str, threads: No
         found.append((buf, bad, sum_, codec.decode(buf, torch.empty(numel, dtype=torch.bfloat16))))
     for one, *others in zip(*found, strict=True):
         assert all(torch.equal(one, other) for other in others)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_neither_do_those_of_exact_nor_its_flags(dtype: torch.dtype, threads: None) -> None:
+    codec = Exact("native")
+    x = (randn((1 << 20) + 5000) * 0.02).to(dtype)
+    bad, wide = x.clone(), x.clone()
+    bad[1 << 19] = torch.nan
+    wide[1 << 19 :].mul_(2.0 ** -(torch.arange(x.numel() - (1 << 19)) % 40))
+    found = []
+    for count in (1, 4):
+        torch.set_num_threads(count)
+        found.append([payload(codec, values) for values in (x, bad, wide)])
+        assert [bool(payload_finite(buf)) for buf in found[-1]] == [True, False, True]
+        assert [bool(codec.overflow_flag(buf)) for buf in found[-1]] == [False, False, True]
+        assert torch.equal(codec.decode(found[-1][0], torch.empty_like(x)), x)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_every_float16_converts_as_in_torch() -> None:
