@@ -19,7 +19,6 @@ from deepspeed.utils import groups
 
 import ssdtrain
 import ssdtrain_ds
-from ssdtrain.config import DIMENSIONS
 from tests.deepspeed import models, pipelines
 from tests.deepspeed.counting import Counter
 from tests.deepspeed.rows import Row
@@ -40,12 +39,7 @@ BASE = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9
 
 SMALL = {"min_bytes": 0, "probe": False, "warmup_steps": 0}
 COMM: dict[str, dict[str, Any]] = {
-    "identity": {
-        **SMALL,
-        **dict.fromkeys(DIMENSIONS, "raw"),
-        "pp_forward": "exact",
-        "pp_backward": "exact",
-    },
+    "exact": {**SMALL, "preset": "exact"},
     "compressed": {
         **SMALL,
         "preset": "balanced",
