@@ -12,7 +12,6 @@ import torch
 
 import ssdtrain
 from ssdtrain.codecs import lossless
-from ssdtrain.comm import policy
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.features import Placement
 from ssdtrain.preflight import check_start, make_directories

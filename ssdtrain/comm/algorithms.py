@@ -58,12 +58,12 @@ class Coders:
     between: Coder
 
 
-class Arrival(NamedTuple):
+class ArrivedPayload(NamedTuple):
     """A payload that came from another rank, or would have come from this one."""
 
     coder: Coder
     piece: TensorPiece
-    """Of the shape of the one that was encoded."""
+    """A piece of the shape of the one that was encoded."""
     payload: Tensor
     what: str
     """Names the payload on its sender."""
@@ -127,7 +127,11 @@ class Call:
             self.overflows.owe(payloads, self.metrics)
 
     def followed(
-        self, coder: Coder, arrivals: dict[Any, Arrival], sender: Callable[[Any], int], receiver: int | None
+        self,
+        coder: Coder,
+        arrivals: dict[Any, ArrivedPayload],
+        sender: Callable[[Any], int],
+        receiver: int | None,
     ) -> Generator[Any, None, None]:
         """Receive what follows `arrivals`. Whether there is a wait depends on `coder` alone, as on all ranks.
 
@@ -249,7 +253,7 @@ def all_gather(call: Call, mine: TensorPiece, outs: Sequence[TensorPiece], part:
         )
         rows = {place: list(column.split(by_place[place])) for place, column in enumerate(arrived)}
     arrivals = {
-        rank: Arrival(coders[rank], outs[rank], received, what)
+        rank: ArrivedPayload(coders[rank], outs[rank], received, what)
         for place, payloads in rows.items()
         for rank, received in zip(where.columns[place], payloads, strict=True)
     }
@@ -311,7 +315,7 @@ def all_to_all(
     incoming[where.rank].copy_(outgoing[where.rank])
     arrived = yield from _swap(call, packed, sends, receives, where.group)
     arrivals = {
-        i: Arrival(coder, piece, place, f"{part}|to|{where.rank}")
+        i: ArrivedPayload(coder, piece, place, f"{part}|to|{where.rank}")
         for i, ((coder, piece), place) in enumerate(zip(by, arrived, strict=True))
         if i != where.rank
     }
@@ -383,7 +387,7 @@ def _exchange(
     outgoing: Sequence[Sequence[TensorPiece]],
     incoming: Sequence[TensorPiece],
     names: Sequence[Sequence[str]],
-) -> Generator[Any, None, list[list[Arrival]]]:
+) -> Generator[Any, None, list[list[ArrivedPayload]]]:
     """Send one message to each peer: the payloads of `outgoing[peer]`, one behind the other. What peers send has the shapes of
     `incoming`. Returns the payloads of each peer, without this rank's own.
 
@@ -414,7 +418,7 @@ def _exchange(
     call.owe(sent)
     received = yield from _swap(call, packed, sends, [sum(message) for message in messages], group)
     arrivals = {
-        (peer, i): Arrival(by[peer], incoming[i], payload, names[index][i])
+        (peer, i): ArrivedPayload(by[peer], incoming[i], payload, names[index][i])
         for peer, (message, place) in enumerate(zip(messages, received, strict=True))
         for i, payload in enumerate(place.split(message))
         if peer != index

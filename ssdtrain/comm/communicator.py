@@ -44,7 +44,7 @@ from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.notices import Notices, add_inactive, few_bytes_saved
 from ssdtrain.comm.overflow import Overflows
 from ssdtrain.comm.point_to_point import PointToPoint
-from ssdtrain.comm.policy import EXACT, Policy, codec_of
+from ssdtrain.comm.policy import EXACT_CODEC, Policy, codec_of
 from ssdtrain.comm.references import References
 from ssdtrain.comm.routing import CHANGED, IN_FULL, Route, Router
 from ssdtrain.comm.topology import node_name, world_if_none
@@ -394,7 +394,9 @@ class Communicator:
     def _excluded_codec(self, collective: Collective) -> FixedSizeCodec | None:
         ranges = isinstance(collective, Sharded) and collective.uncompressed_ranges
         return (
-            codec_of(EXACT) if ranges and self.policy.excluded == EXACT and not self.router.captures else None
+            codec_of(EXACT_CODEC)
+            if ranges and self.policy.excluded == EXACT_CODEC and not self.router.captures
+            else None
         )
 
     def _feedback_of(self, dimension: str) -> Feedback | None:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.comm.meter import CommMetrics
-from ssdtrain.comm.policy import EXACT, Policy, bits_of, codec_of
+from ssdtrain.comm.policy import EXACT_CODEC, Policy, bits_of, codec_of
 from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS
 
@@ -121,8 +121,8 @@ def few_bytes_saved(
         else:
             of_gradients = rounds_excluded and dimension in ("dp", "dp_gather")
             excluded_dtype = policy.excluded_dtype(dtype) if of_gradients else dtype
-            exact = policy.excluded == EXACT
-            excluded_bits = bits_of(EXACT, dtype) if exact else 8 * excluded_dtype.itemsize
+            exact = policy.excluded == EXACT_CODEC
+            excluded_bits = bits_of(EXACT_CODEC, dtype) if exact else 8 * excluded_dtype.itemsize
             if codec_of(spec).lossless:
                 excluded_bits = bits_of(spec, dtype)
             sent += (excluded * excluded_bits + coded * bits_of(spec, dtype)) / 8

@@ -12,10 +12,10 @@ import torch
 from ssdtrain.codecs import FORMAT_VERSION, FixedSizeCodec, make_fixed_size_codec
 from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, ConfigIssue
 from ssdtrain.config.codecs import OFF, split_rule
-from ssdtrain.config.comm import EXCLUDED, FEEDBACK, PRESETS
+from ssdtrain.config.comm import EXCLUDED_OF_PRESETS, FEEDBACK, PRESETS
 
 WARMUP_CODEC = "int8"
-EXACT = "exact"
+EXACT_CODEC = "exact"
 
 DEVICE_CHUNK = 32 << 20
 """Bytes of a piece on a GPU, at least."""
@@ -80,7 +80,7 @@ class Policy:
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),
-            excluded=config.excluded or EXCLUDED.get(config.preset or "", "raw"),
+            excluded=config.excluded or EXCLUDED_OF_PRESETS.get(config.preset or "", "raw"),
             feedback=feedback,
             warmup_steps=config.warmup_steps,
             adapt=config.adapt,
@@ -117,7 +117,7 @@ class Policy:
     @property
     def may_overflow(self) -> bool:
         """Whether payloads of some messages may overflow (see `overflow`)."""
-        return self.excluded == EXACT or any(codec_of(spec).may_overflow for spec in self.specs(0))
+        return self.excluded == EXACT_CODEC or any(codec_of(spec).may_overflow for spec in self.specs(0))
 
     def excluded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which excluded gradients of `dtype` are sent."""

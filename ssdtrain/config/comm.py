@@ -55,7 +55,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "dp_gather": "zfp:rate=8",
     },
 }
-EXCLUDED = {"balanced": "exact", "aggressive": "exact"}
+EXCLUDED_OF_PRESETS = {"balanced": "exact", "aggressive": "exact"}
 """`excluded` of presets; of the others it is "raw"."""
 FEEDBACK = {"balanced": "int8", "aggressive": "int8"}
 """Error feedback of presets; the others have none."""

@@ -120,7 +120,7 @@ def pass_on(comm: Communicator, tensor: torch.Tensor) -> None:
 
 def one_peer_only(rank: int, kind: str, to: int) -> Any:
     """Rows that do not fit go from rank 0 to one peer, in both kinds of exchange; some rows are too few to be coded."""
-    device, ranks = own_device(kind), dist.get_world_size()
+    device = own_device(kind)
     comm = communicator(device, ep="exact")
     counts = [[5, 300, 290], [400, 700, 3], [300, 0, 8]]
     sends, receives = counts[rank], [row[rank] for row in counts]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from ssdtrain.codecs import kernels, make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
-from ssdtrain.comm import policy as policies
 from ssdtrain.comm import probe, topology
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Coder, TensorPiece
@@ -21,7 +20,7 @@ from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
 from ssdtrain.comm.routing import Router
 from ssdtrain.comm.work import CompressedWork
-from ssdtrain.config import CommConfig, ConfigError
+from ssdtrain.config import CommConfig
 from ssdtrain.planner.agreement import Agreement
 from tests.codecs.common import KEY
 
