@@ -234,12 +234,15 @@ class Communicator:
 
         group = route.topology.group
         if self._overflows is not None:
-            self._under_way.make_room(group)
-            call.kind = (group.group_name, dimension, collective.name, collective.nbytes or 0)
+            name = bucket.name if bucket is not None else ""
+            call.kind = (group.group_name, dimension, collective.name, name, collective.nbytes or 0)
             call.number = self._overflows.number(call.kind)
         steps = collective.steps(call, self.policy.chunk)
         stream, line = self._streams.of(dimension), self._under_way.of(group)
-        return CompressedWork(steps, metrics, self.meter, stream, collective.tensors, finished, line)
+        work = CompressedWork(steps, metrics, self.meter, stream, collective.tensors, finished, line)
+        if self._overflows is not None:
+            self._overflows.began(call.kind, work)
+        return work
 
     def all_to_all(
         self,

@@ -17,15 +17,15 @@ Note: [What is owed is sent first]
     for: its own flags need no message of a peer. So no two ranks wait for each other's elements.
 
 Note: [Rest after an overflow]
-    What overflowed once may do so again, and then costs more than no codec. After an overflow, messages of its kind between the
-    same ranks go uncompressed: the next 2, after another overflow 4, and so on. Sender and receiver both know all overflows that
-    are `LAG` or more calls ago, because no more calls are under way, and decide by these alone.
+    What overflows often costs more than no codec. After an overflow, messages of its kind between the same ranks go uncompressed:
+    2, after the second overflow among `RECENT` calls 4, and so on. Sender and receiver both know all overflows that are `LAG` or
+    more calls ago, because no more calls of a kind are under way, and decide by these alone.
 """
 
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -36,8 +36,10 @@ from torch import Tensor
 
 from ssdtrain.comm.meter import CommMetrics
 
-LAG = 64
-"""Number of calls of a group, or of messages to a peer, that may be under way."""
+LAG = 16
+"""Number of calls of a kind that may be under way; another one waits for the oldest."""
+RECENT = 64
+"""Number of calls before an overflow whose overflows make the rest after it longer."""
 MOST_SENT = 256
 """Number of messages with elements that may be under way, before the oldest is waited for."""
 LONGEST_REST = 12
@@ -135,18 +137,32 @@ class Overflows:
         self._owed: deque[tuple[HostFlags, Sequence[SentPayload], CommMetrics]] = deque()
         self._sent: deque[tuple[Any, Tensor]] = deque()
         self._numbers: Counter[Kind] = Counter()
+        self._under_way: defaultdict[Kind, deque[Any]] = defaultdict(deque)
         self._overflowed: defaultdict[PayloadPath, list[int]] = defaultdict(list)
 
     def number(self, kind: Kind) -> int:
-        """Count a call; returns its number among those of its kind."""
+        """Count a call that is about to begin; returns its number among those of its kind."""
+        under_way = self._under_way[kind]
+        while under_way and (under_way[0].done or len(under_way) >= LAG):
+            work = under_way.popleft()
+            if not work.done:
+                work.wait()
         self._numbers[kind] += 1
         return self._numbers[kind]
+
+    def began(self, kind: Kind, work: Any) -> None:
+        """Note the handle of a call that was counted."""
+        self._under_way[kind].append(work)
 
     def rests(self, path: PayloadPath, number: int) -> bool:
         """Return whether a message goes uncompressed. See Note: [Rest after an overflow]."""
         overflowed = self._overflowed.get(path, ())
         known = bisect_right(overflowed, number - LAG)
-        return known > 0 and number - LAG - overflowed[known - 1] < 1 << min(known, LONGEST_REST)
+        if known == 0:
+            return False
+        last = overflowed[known - 1]
+        recent = known - bisect_left(overflowed, last - RECENT)
+        return number - LAG - last < 1 << min(recent, LONGEST_REST)
 
     def owe(self, payloads: Sequence[SentPayload], metrics: CommMetrics) -> None:
         """Send the elements of those of `payloads` that overflowed: now, or on a device when the host reads flags.
@@ -183,7 +199,9 @@ class Overflows:
         self._note(payload.name)
         values = torch.empty(payload.numel, dtype=payload.dtype, device="cpu")
         sender = payload.name.path.sender
-        _receive(values, sender, group=self._group, tag=payload.name.tag).wait()
+        work = _receive(values, sender, group=self._group, tag=payload.name.tag)
+        assert work is not None  # both ranks are in the group of all ranks
+        work.wait()
         return values
 
     def complete(self) -> None:
@@ -196,6 +214,7 @@ class Overflows:
         overflowed = self._overflowed[name.path]
         if name.number not in overflowed:  # a call may have several payloads
             insort(overflowed, name.number)
+            del overflowed[: -(RECENT + LAG)]
 
 
 class Followed:

@@ -9,7 +9,6 @@ Note: [Both sides make the same choice]
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from torch import Tensor
 from ssdtrain.codecs import ExactCodec, FixedSizeCodec, Key
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.overflow import (
-    LAG,
     HostFlags,
     Overflows,
     PayloadName,
@@ -55,7 +53,6 @@ class PointToPoint:
         self._router = router
         self._key = key
         self._overflows = overflows
-        self._receiving: deque[ChainedWork] = deque()
 
     def send(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> ChainedWork | None:
         """Send `tensor` to global rank `peer` by `issue`, coded; None: not coded, and not sent.
@@ -84,7 +81,9 @@ class PointToPoint:
         assert isinstance(codec, ExactCodec) and self._overflows is not None
         values, flag = tensor.detach(), codec.overflow_flag(payload)
         self._overflows.owe([SentPayload(name, flag, lambda: values.reshape(-1), [peer])], metrics)
-        return ChainedWork(work, lambda: self._settle(metrics), keep_alive=(payload,))
+        chained = ChainedWork(work, lambda: self._settle(metrics), keep_alive=(payload,))
+        self._overflows.began(name.path, chained)
+        return chained
 
     def receive(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> ChainedWork | None:
         """Receive into `tensor` from global rank `peer` by `issue`; there once waited for. None: it comes uncompressed, and
@@ -93,8 +92,6 @@ class PointToPoint:
         if codec is None:
             return None
         name = self._name(codec, dimension, peer, dist.get_rank())
-        if name is not None:
-            self._make_room()
         if self._rests(name):
             return None
         payload = torch.empty(
@@ -115,7 +112,8 @@ class PointToPoint:
 
         work = ChainedWork(issue(payload), arrived, keep_alive=(payload,))
         if name is not None:
-            self._receiving.append(work)
+            assert self._overflows is not None
+            self._overflows.began(name.path, work)
         return work
 
     def _settle(self, metrics: CommMetrics) -> None:
@@ -157,11 +155,6 @@ class PointToPoint:
             return False
         assert self._overflows is not None
         return self._overflows.rests(name.path, name.number)
-
-    def _make_room(self) -> None:
-        """Wait for the oldest receives, so that fewer than `LAG` are under way. See Note: [Rest after an overflow]."""
-        while self._receiving and (self._receiving[0].done or len(self._receiving) >= LAG):
-            self._receiving.popleft().wait()
 
     def _codec(self, tensor: Tensor, dimension: str, peer: int, sending: bool) -> FixedSizeCodec | None:
         rule = self._router.policy.rules[dimension]

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm.meter import CommMetrics, Meter
-from ssdtrain.comm.overflow import LAG, Followed
+from ssdtrain.comm.overflow import Followed
 
 MessageSteps = Generator[Any, None, None]
 """Yields what has a `wait()`."""
@@ -61,12 +61,6 @@ class UnderWay:
     def of(self, group: dist.ProcessGroup) -> deque[CompressedWork]:
         """Return the work under way on `group`, in the order of issue."""
         return self._lines[group]
-
-    def make_room(self, group: dist.ProcessGroup) -> None:
-        """Wait until another work on `group` may begin. See Note: [Rest after an overflow]."""
-        line = self._lines[group]
-        while len(line) >= LAG:
-            line[0].wait()
 
     def complete(self) -> None:
         """Wait for all that has not been waited for."""
@@ -146,6 +140,11 @@ class CompressedWork(dist.Work):
             self._event = _mark(self._stream)
             if not torch.cuda.is_current_stream_capturing():  # else it cannot be asked
                 self._meter.add_device_seconds(self._metrics, _elapsed(begun, self._event))
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it is left to do on the host."""
+        return self._done
 
     def _advance(self, steps: MessageSteps) -> None:
         begun = time.perf_counter()

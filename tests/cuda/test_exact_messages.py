@@ -1,4 +1,4 @@
-"""Exact messages on CUDA devices through NCCL, where the host reads flags: also in groups that have no messages in host memory."""
+"""Exact messages on CUDA devices through NCCL, where the host reads flags."""
 
 from __future__ import annotations
 
