@@ -39,6 +39,7 @@ SPECS = (
     "int2:block=32,asymmetric",
     "int2:block=32,asymmetric,round=stochastic",
 )
+LOSSLESS = ("exact", "lossless")
 INTRODUCTION = Path(__file__).with_name("codecs_introduction.md")
 
 
@@ -103,15 +104,17 @@ def rows(found: dict[str, Tensor], specs: tuple[str, ...] = SPECS) -> list[dict[
     return table
 
 
-def lossless_rows(found: dict[str, Tensor]) -> list[tuple[str, str, float]]:
-    """(tensor, dtype, raw bytes over payload bytes) of the lossless codec."""
-    codec = make_codec("lossless")
+def lossless_rows(found: dict[str, Tensor]) -> list[list[str]]:
+    """Tensor, dtype, and raw bytes over payload bytes of each codec in LOSSLESS."""
     table = []
     for name, x in found.items():
         for dtype in (torch.bfloat16, torch.float32):
             value = x.to(dtype)
-            buf = torch.empty(codec.max_payload_bytes(value.numel(), dtype), dtype=torch.uint8)
-            table.append((name, str(dtype).removeprefix("torch."), value.nbytes / codec.encode(value, buf)))
+            line = [name, str(dtype).removeprefix("torch.")]
+            for codec in map(make_codec, LOSSLESS):
+                buf = torch.empty(codec.max_payload_bytes(value.numel(), dtype), dtype=torch.uint8)
+                line.append(f"{value.nbytes / codec.encode(value, buf):.2f}")
+            table.append(line)
     return table
 
 
@@ -130,7 +133,7 @@ def document(found: dict[str, Tensor], steps: int, speed: dict[str, Any] | None)
     )
     yes = {True: "yes", False: "no"}
     properties = []
-    for spec in ("raw", *SPECS, "lossless", "mask", "mask:sparse"):
+    for spec in ("raw", "exact", *SPECS, "lossless", "mask", "mask:sparse"):
         codec = make_codec(spec)
         fixed = isinstance(codec, FixedSizeCodec)
         bits = f"{codec.bits_per_value:.4g}" if fixed else f"at most {codec.bits_per_value:.4g}"
@@ -151,10 +154,8 @@ def document(found: dict[str, Tensor], steps: int, speed: dict[str, Any] | None)
         for row in rows(found)
     ]
     parts.append(_table(["codec", "bits", *names, "bias"], body))
-    parts.append("Lossless, raw bytes over payload bytes:\n")
-    parts.append(
-        _table(["tensor", "dtype", "ratio"], [[n, d, f"{r:.2f}"] for n, d, r in lossless_rows(found)])
-    )
+    parts.append("No error, raw bytes over payload bytes:\n")
+    parts.append(_table(["tensor", "dtype", *(f"`{spec}`" for spec in LOSSLESS)], lossless_rows(found)))
     if speed is not None:
         parts.append(_speed(speed))
     return "\n".join(parts)

@@ -20,6 +20,7 @@ from ssdtrain.tools.bench.codec import CodecSubject, cpu_seconds
 
 LINK_GB_PER_SECOND = 1.25
 FLOAT_SPECS = (
+    "exact",
     "bf16",
     "int8",
     "int8:round=stochastic",
@@ -32,7 +33,7 @@ FLOAT_SPECS = (
     "zfp:rate=8",
     "zfp:rate=16",
 )
-BF16_SPECS = ("int8", "int4", "lossless")
+BF16_SPECS = ("int8", "int4", "exact", "lossless")
 ZFPY_RATES = (8, 16)
 
 

@@ -36,8 +36,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import native
-from ssdtrain.codecs.base import PAYLOAD_DTYPES, ExactCodec, FixedSizeCodec, Key
+from ssdtrain.codecs import kernels, native
+from ssdtrain.codecs.base import PAYLOAD_DTYPES, ExactCodec, FixedSizeCodec, Header, Key, Pieces
 from ssdtrain.codecs.lossless import finite_flag
 
 BLOCK = 512
@@ -72,6 +72,15 @@ class Exact(ExactCodec, FixedSizeCodec):
         coded, nbytes = _coded(numel, dtype)
         return nbytes + (numel - coded) * dtype.itemsize
 
+    def _encode_payload(
+        self, flat: Tensor, payload: Tensor, header: Header, key: Key | None, pieces: Pieces | None = None
+    ) -> bool:
+        if flat.dtype not in BLOCK_BYTES or native.usable(self.backend, flat, payload):
+            return False
+        return kernels.usable(self.backend, flat, payload) and kernels.exact_encode(
+            flat, payload, header, pieces
+        )
+
     def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> tuple[Tensor | bool, Tensor | bool]:
         coded, nbytes = _coded(flat.numel(), flat.dtype)
         finite: Tensor | bool = finite_flag(flat[coded:], self.backend)
@@ -90,12 +99,14 @@ class Exact(ExactCodec, FixedSizeCodec):
     def _decode(self, body: Tensor, out: Tensor, accumulate: bool) -> None:
         values = torch.empty_like(out) if accumulate else out
         coded, nbytes = _coded(out.numel(), out.dtype)
+        behind = values[coded:].view(torch.uint8)
         if coded and native.usable(self.backend, body, out):
             native.exact_decode(body, values[:coded])
+        elif coded and kernels.usable(self.backend, body, out):
+            kernels.exact_decode(body, values[:coded])
         elif coded:
             for values_SKB, records in _superblocks(values[:coded], body[:nbytes]):
                 _decode_records(records, values_SKB)
-        behind = values[coded:].view(torch.uint8)
         behind.copy_(body[nbytes : nbytes + behind.numel()])
         if accumulate:
             out.add_(values)

@@ -5,11 +5,12 @@ Run by test_kernels.py.
 
 import re
 
-from triton import compile as compile_kernel
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+import torch
 
-from ssdtrain.codecs.kernels import block, hadamard, zfp
+from benchmarks.exact import ARCHITECTURES, SUPERBLOCK, exact_kernels
+from benchmarks.kernel_code import compile_kernel
+from ssdtrain.codecs.exact import Exact
+from ssdtrain.codecs.kernels import block, exact, hadamard, zfp
 from ssdtrain.codecs.scales import ASYMMETRIC, E4M3, E5M2, SYMMETRIC
 
 POINTERS = {"payload": "*u8", "scale_in": "*i16", "code_in": "*u8", "sign": "*fp32", "rotated": "*fp32"}
@@ -18,18 +19,10 @@ NUMBERS = {"cap": "fp32", "lowest": "fp32", "unit": "fp32"}
 
 
 def ptx(kernel: object, types: dict[str, str], constants: dict[str, object]) -> str:
-    names = kernel.arg_names
-    signature = {
-        n: "constexpr" if n in constants else (POINTERS | NUMBERS | types).get(n, "i32") for n in names
-    }
-    # Pointers, and what else is not exempt from it, as a launch would specialise them: multiples of 16.
-    aligned = {
-        (i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*" or n in STRIDES
-    }
-    values = {(names.index(n),): value for n, value in constants.items()}
-    source = ASTSource(kernel, signature, values, aligned)
-    compiled = compile_kernel(source, target=GPUTarget("cuda", 90, 32), options={"enable_fp_fusion": False})
-    return str(compiled.asm["ptx"])
+    code = compile_kernel(
+        kernel, POINTERS | NUMBERS | types, constants, multiples_of_16=STRIDES, enable_fp_fusion=False
+    )
+    return code.ptx
 
 
 def check(text: str) -> None:
@@ -42,6 +35,8 @@ for kernel, sizes in (
     (block._encode_kernel, ("numel", "blocks", "codes", "seed_low", "step")),
     (block._decode_kernel, ("blocks",)),
     (hadamard._rotate_kernel, ("numel",)),
+    (exact._encode_kernel, ("blocks", "behind", "header", "values")),
+    (exact._decode_kernel, ("blocks",)),
     (zfp._encode_kernel, ("numel", "blocks")),
     (zfp._decode_kernel, ("numel", "words")),
 ):
@@ -69,3 +64,17 @@ rate_8 = {"R": 256, "BLOCK_BITS": 32, "PLANES": 23}
 integers = {"table": "*i32", "stream": "*i32", "finite_out": "*i32"}
 check(ptx(zfp._encode_kernel, integers | {"x": "*fp16"}, rate_8))
 check(ptx(zfp._decode_kernel, integers | {"out": "*fp32"}, rate_8 | {"ACCUMULATE": True, "BFLOAT16": False}))
+
+for architecture in ARCHITECTURES:
+    for dtype in (torch.bfloat16, torch.float32):
+        share = Exact().payload_bytes(1 << 24, dtype) / (dtype.itemsize << 24)
+        for direction, code in exact_kernels(dtype, architecture).items():
+            where = f"{direction} of {dtype} for sm_{architecture}"
+            assert code.spilled_bytes() == 0, where
+            widths = [code.bytes_by_width(way) for way in ("ld", "st")]
+            assert sum(by_width[16] for by_width in widths) >= 0.75 * sum(sum(w.values()) for w in widths), (
+                where,
+                widths,
+            )
+            total = sum(sum(by_width.values()) for by_width in widths) / SUPERBLOCK
+            assert total <= 1.3 * dtype.itemsize * (1 + share), (where, widths)

@@ -13,9 +13,12 @@ from triton.runtime.interpreter import GridExecutor
 
 from ssdtrain.codecs import FixedSizeCodec, make_codec, payload_finite
 from ssdtrain.codecs.base import Pieces
+from ssdtrain.codecs.exact import POOL_BYTES, Exact
 from ssdtrain.codecs.kernels.block import TENSOR_STRIDE
 from ssdtrain.codecs.warm_up import NUMELS, run_once
 from tests.codecs.common import FLOATS, KEY, payload, randn
+from tests.codecs.test_exact import SUPERBLOCK, with_exceptions, with_exponents
+from tests.codecs.test_lossless import same_bits
 
 assert os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -85,6 +88,53 @@ def test_the_ends_of_the_range(spec: str) -> None:
     assert_same(spec, torch.tensor([65504.0, -65504.0, 6e-8, 0.0], dtype=torch.float16).repeat(30))
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("numel", [1, 511, 512, 1500, SUPERBLOCK + 700])
+def test_exact(numel: int, dtype: torch.dtype) -> None:
+    assert_exact((randn(numel) * 0.02).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_exact_of_everything(dtype: torch.dtype) -> None:
+    """Pools that are full and too full, outliers, Inf, denormals and bits at random."""
+    assert_exact(torch.cat([with_exceptions(POOL_BYTES, dtype), with_exceptions(5, dtype, seed=1)]))
+    assert_exact(torch.cat([with_exceptions(5, dtype), with_exceptions(POOL_BYTES + 1, dtype, seed=1)]))
+    outliers = (randn(SUPERBLOCK) * 0.3).to(dtype)
+    outliers[torch.arange(SUPERBLOCK) % 400 == 3] = (
+        torch.tensor([3e4, torch.inf, -torch.nan]).to(dtype).repeat(14)[:41]
+    )
+    assert_exact(outliers)
+    assert_exact(with_exponents((17 - torch.arange(SUPERBLOCK) % 31).clamp(min=0), dtype))
+    raw = torch.randint(0, 256, (SUPERBLOCK * dtype.itemsize,), generator=torch.Generator().manual_seed(0))
+    assert_exact(raw.to(torch.uint8).view(dtype))
+
+
+def assert_exact(x: torch.Tensor) -> None:
+    kernels, reference = Exact("triton"), Exact("torch")
+    ours, expected = payload(kernels, x, dirty=0x5A), payload(reference, x)
+    assert torch.equal(ours, expected)
+    if not reference.overflow_flag(expected):
+        assert same_bits(kernels.decode(expected, torch.empty_like(x)), x)
+        misaligned = torch.cat([x[:1], x])[1:]
+        assert misaligned.data_ptr() % 16
+        assert torch.equal(payload(kernels, misaligned), expected)
+        assert same_bits(kernels.decode(expected, misaligned.zero_()), x)
+
+
+@pytest.mark.parametrize("skip", [0, 3])
+def test_pieces_of_exact_for_all_peers_are_those_of_one_launch_each(skip: int) -> None:
+    numel, ranks, codec = 1544, 4, Exact("triton")
+    x = randn(ranks * numel).bfloat16()
+    x[2 * numel + 5] = float("inf")
+    size = codec.payload_bytes(numel, x.dtype)
+    out = torch.full(((ranks - 1) * size,), 0xA5, dtype=torch.uint8)
+    shards = x.split(numel)
+    assert codec.encode_pieces(shards[0], out, Pieces(ranks - 1, numel, size, skip))
+    for peer, found in zip([p for p in range(ranks) if p != skip], out.split(size), strict=True):
+        assert torch.equal(found, payload(Exact("torch"), shards[peer]))
+    assert not codec.encode_pieces(shards[0], out, Pieces(ranks - 1, numel + 1, size, skip)), "one by one"
+
+
 @pytest.mark.parametrize("spec", ["int8", "int4:block=32,round=stochastic", "fp8"])
 @pytest.mark.parametrize("skip", [0, 1, 3])
 def test_pieces_for_all_peers_are_those_of_one_launch_each(spec: str, skip: int) -> None:
@@ -114,18 +164,18 @@ def test_an_encode_is_one_launch_after_its_first_words_are_zeroed(monkeypatch: p
     monkeypatch.setattr(GridExecutor, "__call__", uncounted)
     x = randn(1024)
     counts = {}
-    for spec in ("int8", "fp8", "int4:hadamard"):
+    for spec in ("int8", "fp8", "int4:hadamard", "exact"):
         codec = make_codec(spec, "triton")
         buf = torch.empty(codec.max_payload_bytes(1024, x.dtype), dtype=torch.uint8)
         codec.encode(x, buf, KEY)  # what is cached for each device is there
         with Operators() as operators:
             codec.encode(x, buf, KEY)
         counts[spec] = operators.launches
-    assert counts == {"int8": ["zero_"], "fp8": ["zero_"], "int4:hadamard": ["zero_"]}
+    assert counts == {"int8": ["zero_"], "fp8": ["zero_"], "int4:hadamard": ["zero_"], "exact": ["zero_"]}
 
 
 def test_warming_up_compiles_what_training_calls() -> None:
-    for spec in ("int8", "fp8"):
+    for spec in ("int8", "fp8", "exact"):
         run_once(make_codec(spec, "triton"), torch.device("cpu"), torch.bfloat16, NUMELS[1])
 
 

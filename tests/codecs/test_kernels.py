@@ -64,17 +64,21 @@ def test_a_kernel_is_launched_on_the_device_of_its_tensors(monkeypatch: pytest.M
 
     monkeypatch.setattr(torch.cuda, "device_of", DeviceOf)
     stub = SimpleNamespace(encode=launch, decode=launch, rotate=launch, unrotate=launch)
-    for name in ("block", "hadamard", "zfp"):
+    for name in ("block", "exact", "hadamard", "zfp"):
         monkeypatch.setattr(kernels, name, stub, raising=False)
     flat, body, out = (torch.zeros(1) for _ in range(3))
     anything: Any = None
     kernels.block_encode(anything, flat, body, anything, None, torch.float32)
     kernels.block_decode(anything, body, out, False)
+    kernels.exact_encode(flat, body, anything)
+    kernels.exact_decode(body, out)
     kernels.rotate(flat, body, out, 1.0)
     kernels.unrotate(body, out, flat, 1.0, False)
     kernels.zfp_encode(flat, body, 8)
     kernels.zfp_decode(body, out, 8, False)
-    assert [id(tensor) for tensor in launched] == [id(t) for t in (flat, out, flat, out, flat, out)]
+    assert [id(tensor) for tensor in launched] == [
+        id(t) for t in (flat, out, flat, out, flat, out, flat, out)
+    ]
 
 
 def test_a_codec_is_compiled_before_training_for_whole_programs_and_for_a_partial_one(
@@ -104,6 +108,7 @@ def test_a_codec_is_compiled_before_training_for_whole_programs_and_for_a_partia
         "fp8:block=64",
         "int4:block=128,hadamard",
         "zfp:rate=8",
+        "exact",
     ],
 )
 def test_on_a_device_the_bytes_are_those_of_the_reference(spec: str, dtype: torch.dtype) -> None:

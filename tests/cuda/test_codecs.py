@@ -24,6 +24,7 @@ TRITON = [
     "int2:asymmetric",
     "fp8",
     "int4:hadamard",
+    "exact",
 ]  # zfp takes minutes: see test_kernels.py
 WIDTH = 32
 

@@ -76,6 +76,23 @@ def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool
         block.decode(codec, body, out, accumulate)
 
 
+def exact_encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces | None = None) -> bool:
+    """Encode `flat` [numel], or several pieces of that size, into `payload`, headers and flags included; False if it was not
+    done: pieces that are not aligned."""
+    from ssdtrain.codecs.kernels import exact
+
+    with torch.cuda.device_of(flat):
+        return exact.encode(flat, payload, header, pieces)
+
+
+def exact_decode(body: Tensor, out: Tensor) -> None:
+    """Decode into `out` [whole blocks]."""
+    from ssdtrain.codecs.kernels import exact
+
+    with torch.cuda.device_of(out):
+        exact.decode(body, out)
+
+
 def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
     """Hadamard rotation of blocks as long as `signs`; `rotated` is float32, padded to whole blocks."""
     from ssdtrain.codecs.kernels import hadamard

@@ -17,6 +17,7 @@ from torch import Tensor
 from ssdtrain.codecs import scales
 from ssdtrain.codecs.base import HEADER_BYTES, PAYLOAD_ALIGNMENT, Header, Key, Pieces
 from ssdtrain.codecs.kernels.float8 import float8_code, float8_value
+from ssdtrain.codecs.kernels.header import NOT_FINITE, write_header
 from ssdtrain.codecs.scales import ASYMMETRIC, BlockFormat
 
 _VALUES_PER_PROGRAM = 4096
@@ -79,37 +80,6 @@ def _integer_code(
     else:
         q = (y + 12582912.0) - 12582912.0  # to nearest even below 2^22
     return tl.where(finite_R1, q, 0.0).to(tl.int32) + OFFSET
-
-
-@triton.jit
-def _write_header(
-    payload: tl.tensor,
-    header: tl.tensor,
-    fingerprint: tl.tensor,
-    values: tl.tensor,
-    finite: tl.tensor,
-    codes: tl.tensor,
-    SCALES: tl.constexpr,
-    blocks: tl.tensor,
-) -> None:
-    """The header of a payload whose first word is zero, and the zeros between scales and codes. Every program calls it.
-
-    The flag of Inf and NaN is set by whoever finds one, in any order with the rest: see `ssdtrain.codecs.base`.
-    """
-    words = payload.to(tl.pointer_type(tl.int32), bitcast=True)
-    first = tl.program_id(0) == 0
-    tl.atomic_or(
-        words,
-        tl.where(first, header, 0) | tl.where(finite != 0, 0, 256),
-        mask=first | (finite == 0),
-        sem="relaxed",
-    )
-    if first:
-        tl.store(words + 1, fingerprint)
-        tl.store(words + 2, values.to(tl.int32))
-        tl.store(words + 3, (values.to(tl.int64) >> 32).to(tl.int32))
-        pad = 16 + 2 * SCALES * blocks + tl.arange(0, 16)
-        tl.store(payload + pad, tl.zeros([16], tl.uint8), mask=pad < 16 + codes)
 
 
 @triton.jit(do_not_specialize=_ANY_VALUE)
@@ -195,7 +165,10 @@ def _encode_kernel(
     scale_bits_R = tl.where(finite_R, scale_R.to(tl.int32, bitcast=True) >> 16, 0x7FC0)
     tl.store(scale_out + block_R, scale_bits_R.to(tl.int16), mask=inside_R)
     finite = tl.min((finite_R | (block_R >= blocks)).to(tl.int32), axis=0)
-    _write_header(payload, header, fingerprint, values, finite, codes, 2 if ASYMMETRIC else 1, blocks)
+    write_header(payload, header, fingerprint, values, tl.where(finite != 0, 0, NOT_FINITE))
+    if tl.program_id(0) == 0:  # the zeros between scales and codes
+        pad = 16 + (4 if ASYMMETRIC else 2) * blocks + tl.arange(0, 16)
+        tl.store(payload + pad, tl.zeros([16], tl.uint8), mask=pad < 16 + codes)
 
     counter = (block_R[:, None] * Q + place).to(tl.uint32)
     w0 = counter
