@@ -340,7 +340,7 @@ class Communicator:
 
         Copies that ranks reduce in different groups have to stay equal, and sums that differ in their last bit may round apart.
         """
-        if repeated and self.policy.excluded != "raw":
+        if repeated and self.policy.excluded == "bf16":
             self.rounds_excluded = False
             self.notices.add("excluded", NOT_ROUNDED)
 
