@@ -20,61 +20,40 @@ class Layout(NamedTuple):
     """A training of 20 M parameters and more.
 
     Args:
+        layers: of the model.
         named: dimensions whose bytes are the figures of the benchmark, by the name of the figure.
     """
 
     world: int
-    command: tuple[str, ...]
+    command: str
+    layers: int
     named: dict[str, tuple[str, ...]]
 
 
-def _zero(stage: int) -> Layout:
-    model = [
-        "--layers",
-        "7",
-        "--hidden",
-        "512",
-        "--heads",
-        "8",
-        "--sequence",
-        "128",
-        "--batch",
-        "4",
-        "--vocabulary",
-        "1024",
-    ]
-    command = "-m", "benchmarks.two_nodes.deepspeed_zero2", "--bf16", "--stage", str(stage), *model
-    return Layout(2, command, {"zero_gather_wire": ("zero_gather",)})
-
-
 _STAGES = {"pp_wire": ("pp_forward", "pp_backward")}
+_MODEL = "--bf16 --hidden 512 --heads 8 --sequence 128 --batch 4"
 
 LAYOUTS = {
-    **{f"zero{stage}": _zero(stage) for stage in (1, 2, 3)},
+    **{
+        f"zero{stage}": Layout(
+            2,
+            f"-m benchmarks.two_nodes.deepspeed_zero2 {_MODEL} --vocabulary 1024 --stage {stage}",
+            7,
+            {"zero_gather_wire": ("zero_gather",)},
+        )
+        for stage in (1, 2, 3)
+    },
     "pipeline": Layout(
         2,
-        (
-            *("-m", "benchmarks.loss_training", "--layout", "pp2", "--bf16", "--held-out-sequences", "32"),
-            *["--layers", "7", "--hidden", "512", "--heads", "8", "--sequence", "128"],
-        ),
+        f"-m benchmarks.loss_training {_MODEL} --layout pp2 --held-out-sequences 32 --steps {{steps}}",
+        7,
         _STAGES,
     ),
     "megatron": Layout(
         4,
-        (
-            *("-m", "tests.megatron.cpu", "-m", "benchmarks.two_nodes.megatron_gpt", "--bf16"),
-            *[
-                "--tensor",
-                "2",
-                "--pipeline",
-                "2",
-                "--sequence-parallel",
-                "--experts",
-                "4",
-                "--distributed-optimizer",
-            ],
-            *["--layers", "4", "--hidden", "384", "--heads", "6", "--sequence", "128", "--batch", "4"],
-        ),
+        "-m tests.megatron.cpu -m benchmarks.two_nodes.megatron_gpt --tensor 2 --pipeline 2 --sequence-parallel --experts 4 "
+        "--distributed-optimizer --bf16 --hidden 384 --heads 6 --sequence 128 --batch 4 --steps {steps}",
+        4,
         {**_STAGES, "ep_wire": ("ep",)},
     ),
 }
@@ -87,7 +66,7 @@ def wire(chosen: Any) -> dict[str, Any]:
     layouts: dict[str, Any] = {}
     for name in chosen.layouts:
         layout = LAYOUTS[name]
-        plain, exact = (_train(layout, chosen.wire_steps, comm) for comm in (None, COMM))
+        plain, exact = (_train(layout, chosen, comm) for comm in (None, COMM))
         ratios, overflows = _sent(exact)
         for figure, dimensions in layout.named.items():
             figures[figure] = max(
@@ -101,16 +80,15 @@ def wire(chosen: Any) -> dict[str, Any]:
         **figures,
         "sha1_equal": all(one["equal"] for one in layouts.values()),
         "wire_steps": chosen.wire_steps,
+        "wire_layers": chosen.wire_layers,
         "wire": layouts,
     }
 
 
-def _train(layout: Layout, steps: int, comm: dict[str, Any] | None) -> list[dict[str, Any]]:
-    command = (
-        [*layout.command, "--steps", str(steps)]
-        if "deepspeed_zero2" not in layout.command[1]
-        else layout.command
-    )
+def _train(layout: Layout, chosen: Any, comm: dict[str, Any] | None) -> list[dict[str, Any]]:
+    steps = chosen.wire_steps
+    layers = chosen.wire_layers or layout.layers
+    command = [*layout.command.format(steps=steps).split(), "--layers", str(layers)]
     block = [] if comm is None else ["--comm", json.dumps(comm)]
     with Ranks([*command, *block], layout.world, timeout=1800) as ranks:
         for done in range(0, steps, 10):
