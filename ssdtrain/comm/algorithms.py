@@ -101,9 +101,10 @@ class Call:
     def coder(self, coder: Coder, sender: int, receiver: int | None = None) -> Coder:
         """Return `coder` for payloads from a group rank to another, or to all: without exact sections where some have overflowed
         lately, which both know."""
-        if self.overflows is None or not self.overflows.rests(self._path(sender, receiver), self.number):
+        if self.overflows is None or not self.overflows.happened:
             return coder
-        return coder.without_exact
+        rests = self.overflows.rests(self._path(sender, receiver), self.number)
+        return coder.without_exact if rests else coder
 
     def sent(
         self, coder: Coder, piece: TensorPiece, payload: Tensor, what: str, receiver: int | None = None
@@ -115,10 +116,9 @@ class Call:
         others = (
             [rank for rank in range(where.size) if rank != where.rank] if receiver is None else [receiver]
         )
-        ranks = dist.get_process_group_ranks(where.group)
         name = PayloadName(self._path(where.rank, receiver), self.number, what)
         elements = cast("Callable[[], Tensor]", partial(coder.exact_elements, piece))  # there is a flag
-        return [SentPayload(name, flag, elements, [ranks[rank] for rank in others])]
+        return [SentPayload(name, flag, elements, [where.ranks[rank] for rank in others])]
 
     def owe(self, payloads: list[SentPayload]) -> None:
         """Send the elements of those of `payloads` that overflowed."""
@@ -154,7 +154,7 @@ class Call:
             arrivals[key] = arrival._replace(exact=followed.elements(key))
 
     def _path(self, sender: int, receiver: int | None) -> PayloadPath:
-        ranks = dist.get_process_group_ranks(self.topology.group)
+        ranks = self.topology.ranks
         return PayloadPath(self.kind, ranks[sender], None if receiver is None else ranks[receiver])
 
     def encode(self, coder: Coder, piece: TensorPiece, out: Tensor, what: str) -> None:

@@ -10,7 +10,9 @@ Note: [Elements follow]
 
 Note: [The host reads flags]
     On a GPU flags are copied to pinned memory behind the message, and the host reads them where the caller waits for the call;
-    what comes after a message (decoding, the second half of an all-reduce) is issued there.
+    what comes after a message (decoding, the second half of an all-reduce) is issued there, on the caller's stream: on the
+    communication stream it would be behind messages of later calls. Elements are copied by a stream of their own, which nothing
+    else makes wait.
 
 Note: [What is owed is sent first]
     A receiver blocks until its peer has sent. Before that, it sends all that it owes itself, also of calls that it has not waited
@@ -117,6 +119,7 @@ class HostFlags:
 
     @property
     def on_host(self) -> bool:
+        """Whether `read` does not wait."""
         return self._event is None
 
     def read(self) -> list[bool]:
@@ -136,6 +139,7 @@ class Overflows:
         self._group = _group_in_host_memory()
         self._owed: deque[tuple[HostFlags, Sequence[SentPayload], CommMetrics]] = deque()
         self._sent: deque[tuple[Any, Tensor]] = deque()
+        self._copying: torch.cuda.Stream | None = None
         self._numbers: Counter[Kind] = Counter()
         self._under_way: defaultdict[Kind, deque[Any]] = defaultdict(deque)
         self._overflowed: defaultdict[PayloadPath, list[int]] = defaultdict(list)
@@ -153,6 +157,11 @@ class Overflows:
     def began(self, kind: Kind, work: Any) -> None:
         """Note the handle of a call that was counted."""
         self._under_way[kind].append(work)
+
+    @property
+    def happened(self) -> bool:
+        """Whether a payload that this rank sent or received has overflowed."""
+        return bool(self._overflowed)
 
     def rests(self, path: PayloadPath, number: int) -> bool:
         """Return whether a message goes uncompressed. See Note: [Rest after an overflow]."""
@@ -180,11 +189,11 @@ class Overflows:
         """Send all elements that are owed. Waits for nothing but this rank's own encoding."""
         while self._owed:
             flags, payloads, metrics = self._owed.popleft()
-            for (name, _, elements, receivers), overflowed in zip(payloads, flags.read(), strict=True):
+            for (name, flag, elements, receivers), overflowed in zip(payloads, flags.read(), strict=True):
                 if not overflowed:
                     continue
                 self._note(name)
-                values = elements().detach().to("cpu", copy=True).contiguous()
+                values = self._on_host(elements, flag.device)
                 metrics.overflows += 1
                 metrics.wire_bytes += values.nbytes * len(receivers)
                 for receiver in receivers:
@@ -194,21 +203,29 @@ class Overflows:
             self._sent.popleft()[0].wait()
 
     def receive(self, payload: ReceivedPayload) -> Tensor:
-        """Return the elements of a payload that overflowed, in host memory."""
+        """Return the elements of a payload that overflowed, on its device."""
         self.settle()
         self._note(payload.name)
-        values = torch.empty(payload.numel, dtype=payload.dtype, device="cpu")
+        on_device = payload.flag.is_cuda
+        values = torch.empty(payload.numel, dtype=payload.dtype, device="cpu", pin_memory=on_device)
         sender = payload.name.path.sender
         work = _receive(values, sender, group=self._group, tag=payload.name.tag)
         assert work is not None  # both ranks are in the group of all ranks
         work.wait()
-        return values
+        return values.to(payload.flag.device, non_blocking=True)
 
     def complete(self) -> None:
         """Wait until all that was owed has arrived. Receivers have to have waited for their calls."""
         self.settle()
         while self._sent:
             self._sent.popleft()[0].wait()
+
+    def _on_host(self, elements: Callable[[], Tensor], device: torch.device) -> Tensor:
+        if device.type != "cuda":
+            return elements().detach().clone()
+        self._copying = self._copying or torch.cuda.Stream(device)
+        with torch.cuda.stream(self._copying):
+            return elements().detach().cpu()  # there since their flag was read
 
     def _note(self, name: PayloadName) -> None:
         overflowed = self._overflowed[name.path]
@@ -240,7 +257,7 @@ class Followed:
         flags = [] if self._flags is None else self._flags.read()
         for (key, payload), overflowed in zip(self._payloads.items(), flags, strict=True):
             if overflowed:
-                self._elements[key] = self._overflows.receive(payload).to(payload.flag.device)
+                self._elements[key] = self._overflows.receive(payload)
 
     def elements(self, key: Any) -> Tensor | None:
         """Return the elements of a payload that overflowed; None: decode it."""

@@ -120,7 +120,7 @@ class CompressedWork(dist.Work):
         self._meter = meter
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-        with self._on_stream():
+        with self._on(stream):
             for messages in steps:
                 self._advance(messages)
             if stream is not None:
@@ -129,15 +129,15 @@ class CompressedWork(dist.Work):
             self._line.append(self)
 
     @contextmanager
-    def _on_stream(self) -> Iterator[None]:
-        """Work inside is issued on the communication stream, where there is one, and timed there."""
-        if self._stream is None:
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Work inside is issued on `stream`, where there is one, and timed there."""
+        if stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
-            begun = _mark(self._stream)
+        with torch.cuda.stream(stream):
+            begun = _mark(stream)
             yield
-            self._event = _mark(self._stream)
+            self._event = _mark(stream)
             if not torch.cuda.is_current_stream_capturing():  # else it cannot be asked
                 self._meter.add_device_seconds(self._metrics, _elapsed(begun, self._event))
 
@@ -175,8 +175,14 @@ class CompressedWork(dist.Work):
 
     def _complete(self) -> None:
         try:
-            with self._on_stream():
+            if self._stream is None:
                 self._finish()
+            else:
+                # What is left follows a message that has arrived. Memory of the communication stream is read here.
+                current = torch.cuda.current_stream(self._device)
+                with self._on(current):
+                    self._finish()
+                self._stream.wait_stream(current)
         except BaseException as error:
             self._error = error
             for later in self._line:
