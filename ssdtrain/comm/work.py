@@ -178,8 +178,10 @@ class CompressedWork(dist.Work):
             if self._stream is None:
                 self._finish()
             else:
-                # What is left follows a message that has arrived. Memory of the communication stream is read here.
+                # What is left reads what was issued on the communication stream for this work, and not for later ones.
                 current = torch.cuda.current_stream(self._device)
+                assert self._event is not None
+                current.wait_event(self._event)
                 with self._on(current):
                     self._finish()
                 self._stream.wait_stream(current)
