@@ -15,10 +15,10 @@ part of one, small enough that its coding hides behind the messages of the piece
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -67,11 +67,11 @@ class ArrivedPayload(NamedTuple):
     payload: Tensor
     what: str
     """Names the payload on its sender."""
-    exact: Tensor | None = None
-    """Elements of the exact section, where they are known without the payload."""
+    known: Mapping[int, Tensor] = {}
+    """Elements of exact sections, by number, that are known without the payload."""
 
     def decode(self, out: TensorPiece, accumulate: bool = False) -> None:
-        self.coder.decode(self.payload, out, accumulate, self.exact)
+        self.coder.decode(self.payload, out, accumulate, self.known)
 
 
 @dataclass
@@ -110,15 +110,17 @@ class Call:
         self, coder: Coder, piece: TensorPiece, payload: Tensor, what: str, receiver: int | None = None
     ) -> list[SentPayload]:
         """Return what `Overflows.owe` has to know of a payload that this rank sends; nothing if it cannot overflow."""
-        if (flag := coder.overflow_flag(payload, piece)) is None:
+        exact = coder.exact(piece)
+        if exact is None:
             return []
         where = self.topology
         others = (
             [rank for rank in range(where.size) if rank != where.rank] if receiver is None else [receiver]
         )
         name = PayloadName(self._path(where.rank, receiver), self.number, what)
-        elements = cast("Callable[[], Tensor]", partial(coder.exact_elements, piece))  # there is a flag
-        return [SentPayload(name, flag, elements, [where.ranks[rank] for rank in others])]
+        flags, elements = coder.overflow_flags(payload, piece), partial(coder.exact_elements, piece)
+        receivers = [where.ranks[rank] for rank in others]
+        return [SentPayload(name, flags, exact.elements, elements, receivers)]
 
     def owe(self, payloads: list[SentPayload]) -> None:
         """Send the elements of those of `payloads` that overflowed."""
@@ -146,12 +148,13 @@ class Call:
         expected: dict[Any, ReceivedPayload] = {}
         device = next(arrival.payload.device for arrival in arrivals.values())
         for key, (each, piece, payload, what, _) in arrivals.items():
-            if (flag := each.overflow_flag(payload, piece)) is not None:
+            if (exact := each.exact(piece)) is not None:
                 name = PayloadName(self._path(sender(key), receiver), self.number, what)
-                expected[key] = ReceivedPayload(name, flag, *each.exact_shape(piece))
+                flags = each.overflow_flags(payload, piece)
+                expected[key] = ReceivedPayload(name, flags, exact.elements, exact.dtype)
         yield (followed := Followed(self.overflows, expected, device))
         for key, arrival in arrivals.items():
-            arrivals[key] = arrival._replace(exact=followed.elements(key))
+            arrivals[key] = arrival._replace(known=followed.sections(key))
 
     def _path(self, sender: int, receiver: int | None) -> PayloadPath:
         ranks = self.topology.ranks
@@ -257,7 +260,7 @@ def all_gather(call: Call, mine: TensorPiece, outs: Sequence[TensorPiece], part:
         for place, payloads in rows.items()
         for rank, received in zip(where.columns[place], payloads, strict=True)
     }
-    decoded = arrivals.pop(where.rank)._replace(exact=own.exact_elements(mine))
+    decoded = arrivals.pop(where.rank)._replace(known=own.known_sections(mine))
     yield from call.followed(call.gather, arrivals, sender=int, receiver=None)
     for rank, arrival in (arrivals | {where.rank: decoded}).items():
         arrival.decode(outs[rank])

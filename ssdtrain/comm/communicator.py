@@ -24,7 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssdtrain.codecs import FixedSizeCodec, Key
+from ssdtrain.codecs import Key
+from ssdtrain.codecs.exact import Exact
 from ssdtrain.codecs.warm_up import warm_up
 from ssdtrain.comm.adaptation import AdaptiveBitWidth
 from ssdtrain.comm.algorithms import Call, Coders
@@ -394,12 +395,10 @@ class Communicator:
         call.overflows = self._overflows
         return call
 
-    def _excluded_codec(self, collective: Collective) -> FixedSizeCodec | None:
+    def _excluded_codec(self, collective: Collective) -> Exact | None:
         ranges = isinstance(collective, Sharded) and collective.uncompressed_ranges
         return (
-            codec_of(EXACT_CODEC)
-            if ranges and self.policy.excluded == EXACT_CODEC and not self.router.captures
-            else None
+            Exact() if ranges and self.policy.excluded == EXACT_CODEC and not self.router.captures else None
         )
 
     def _feedback_of(self, dimension: str) -> Feedback | None:

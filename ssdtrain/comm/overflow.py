@@ -1,12 +1,12 @@
 """Exact payloads that did not fit: their elements follow without a codec.
 
 Note: [Elements follow]
-    The payload of an exact codec has a fixed size, and a tensor whose exponents lie far apart does not fit in it. Such a payload
-    says so in its header, and cannot be decoded. Its sender sends the elements as they are to each rank that gets the payload,
-    and a receiver that finds the flag receives them. Both know all they need from this one payload: no other rank takes part,
-    however many there are, and where nothing overflows there is no second message. These messages go between host memories, with
-    a tag that both ends derive from the call. So they meet no other message, and the order of collectives on the device's own
-    groups is the same on all ranks, with and without them.
+    The payload of an exact codec has a fixed size, and a tensor whose exponents lie far apart does not fit in it. So a payload
+    has sections with a header each. Those that do not fit say so, and cannot be decoded. Their sender sends the elements as they
+    are to each rank that gets the payload, and a receiver that finds flags receives them, in one message for each payload. Both
+    know all they need from this one payload: no other rank takes part, however many there are, and where nothing overflows there
+    is no second message. These messages go between host memories, with a tag that both ends derive from the call. So they meet no
+    other message, and the order of collectives on the device's own groups is the same on all ranks, with and without them.
 
 Note: [The host reads flags]
     On a GPU flags are copied to pinned memory behind the message, and the host reads them where the caller waits for the call;
@@ -19,9 +19,10 @@ Note: [What is owed is sent first]
     for: its own flags need no message of a peer. So no two ranks wait for each other's elements.
 
 Note: [Rest after an overflow]
-    What overflows often costs more than no codec. After an overflow, messages of its kind between the same ranks go uncompressed:
-    2, after the second overflow among `RECENT` calls 4, and so on. Sender and receiver both know all overflows that are `LAG` or
-    more calls ago, because no more calls of a kind are under way, and decide by these alone.
+    What overflows often costs more than no codec. After a payload of which more than `TOLERATED` has followed, messages of its
+    kind between the same ranks go uncompressed: 2, after the second such payload among `RECENT` calls 4, and so on. Sender and
+    receiver both know all that are `LAG` or more calls ago, because no more calls of a kind are under way, and decide by these
+    alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import zlib
 from bisect import bisect_left, bisect_right, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +42,8 @@ from ssdtrain.comm.meter import CommMetrics
 
 LAG = 16
 """Number of calls of a kind that may be under way; another one waits for the oldest."""
+TOLERATED = 1 / 8
+"""Share of a payload's elements that may follow and cost no rest: about what the codec saves."""
 RECENT = 64
 """Number of calls before an overflow whose overflows make the rest after it longer."""
 MOST_SENT = 256
@@ -75,6 +79,7 @@ class PayloadName(NamedTuple):
 
     @property
     def tag(self) -> int:
+        """Tag of the message with the elements."""
         return 1 << 30 | zlib.crc32(repr(self).encode()) & (1 << 30) - 1
 
 
@@ -82,10 +87,12 @@ class SentPayload(NamedTuple):
     """A payload that this rank sends."""
 
     name: PayloadName
-    flag: Tensor
-    """uint8 [1], of the header."""
+    flags: Sequence[Tensor]
+    """uint8 [1] of each section, of its header."""
+    sections: Sequence[slice]
+    """Elements of each section."""
     elements: Callable[[], Tensor]
-    """Returns what was encoded, flat; they stay as they are until the caller has waited."""
+    """Returns what was encoded, flat; it stays as it is until the caller has waited."""
     receivers: Sequence[int]
     """Global ranks."""
 
@@ -94,21 +101,19 @@ class ReceivedPayload(NamedTuple):
     """A payload that came from another rank."""
 
     name: PayloadName
-    flag: Tensor
-    """uint8 [1], of the header."""
-    numel: int
+    flags: Sequence[Tensor]
+    """uint8 [1] of each section, of its header."""
+    sections: Sequence[slice]
+    """Elements of each section."""
     dtype: torch.dtype
 
 
 class HostFlags:
-    """Flags that the host reads later. See Note: [The host reads flags].
+    """Flags of payloads, at least one, that the host reads later. See Note: [The host reads flags]."""
 
-    Args:
-        flags: uint8 [1] each; at least one.
-    """
-
-    def __init__(self, flags: Sequence[Tensor]) -> None:
-        values = torch.cat(list(flags))
+    def __init__(self, payloads: Sequence[SentPayload | ReceivedPayload]) -> None:
+        self._counts = [len(payload.flags) for payload in payloads]
+        values = torch.cat([flag for payload in payloads for flag in payload.flags])
         self._event: torch.cuda.Event | None = None
         if values.is_cuda:
             values, on_device = torch.empty_like(values, device="cpu", pin_memory=True), values
@@ -122,11 +127,11 @@ class HostFlags:
         """Whether `read` does not wait."""
         return self._event is None
 
-    def read(self) -> list[bool]:
-        """Wait for the flags, and return them."""
+    def read(self) -> list[list[int]]:
+        """Wait for the flags, and return the numbers of the sections that did not fit, by payload."""
         if self._event is not None:
             self._event.synchronize()
-        return [value != 0 for value in self._values.tolist()]
+        return [part.nonzero().view(-1).tolist() for part in self._values.split(self._counts)]
 
 
 class Overflows:
@@ -160,7 +165,7 @@ class Overflows:
 
     @property
     def happened(self) -> bool:
-        """Whether a payload that this rank sent or received has overflowed."""
+        """Whether any messages may rest."""
         return bool(self._overflowed)
 
     def rests(self, path: PayloadPath, number: int) -> bool:
@@ -174,13 +179,13 @@ class Overflows:
         return number - LAG - last < 1 << min(recent, LONGEST_REST)
 
     def owe(self, payloads: Sequence[SentPayload], metrics: CommMetrics) -> None:
-        """Send the elements of those of `payloads` that overflowed: now, or on a device when the host reads flags.
+        """Send the elements of sections of `payloads` that did not fit: now, or on a device when the host reads flags.
 
         Args:
             metrics: counts them.
         """
         if payloads:
-            flags = HostFlags([payload.flag for payload in payloads])
+            flags = HostFlags(payloads)
             self._owed.append((flags, payloads, metrics))
             if flags.on_host:
                 self.settle()
@@ -189,30 +194,34 @@ class Overflows:
         """Send all elements that are owed. Waits for nothing but this rank's own encoding."""
         while self._owed:
             flags, payloads, metrics = self._owed.popleft()
-            for (name, flag, elements, receivers), overflowed in zip(payloads, flags.read(), strict=True):
+            for payload, overflowed in zip(payloads, flags.read(), strict=True):
                 if not overflowed:
                     continue
-                self._note(name)
-                values = self._on_host(elements, flag.device)
-                metrics.overflows += 1
-                metrics.wire_bytes += values.nbytes * len(receivers)
-                for receiver in receivers:
-                    work = _send(values, receiver, group=self._group, tag=name.tag)
+                self._note(payload, overflowed)
+                values = self._on_host(payload, overflowed)
+                metrics.overflows += len(overflowed)
+                metrics.wire_bytes += values.nbytes * len(payload.receivers)
+                for receiver in payload.receivers:
+                    work = _send(values, receiver, group=self._group, tag=payload.name.tag)
                     self._sent.append((work, values))
         while len(self._sent) > MOST_SENT:
             self._sent.popleft()[0].wait()
 
-    def receive(self, payload: ReceivedPayload) -> Tensor:
-        """Return the elements of a payload that overflowed, on its device."""
+    def receive(self, payload: ReceivedPayload, overflowed: list[int]) -> dict[int, Tensor]:
+        """Return the elements of sections that did not fit, on their device, by the number of the section."""
+        if not overflowed:
+            return {}
         self.settle()
-        self._note(payload.name)
-        on_device = payload.flag.is_cuda
-        values = torch.empty(payload.numel, dtype=payload.dtype, device="cpu", pin_memory=on_device)
+        self._note(payload, overflowed)
+        device = payload.flags[0].device
+        counts = [_count(payload.sections[number]) for number in overflowed]
+        values = torch.empty(sum(counts), dtype=payload.dtype, device="cpu", pin_memory=device.type == "cuda")
         sender = payload.name.path.sender
         work = _receive(values, sender, group=self._group, tag=payload.name.tag)
         assert work is not None  # both ranks are in the group of all ranks
         work.wait()
-        return values.to(payload.flag.device, non_blocking=True)
+        on_device = values.to(device, non_blocking=True)
+        return dict(zip(overflowed, on_device.split(counts), strict=True))
 
     def complete(self) -> None:
         """Wait until all that was owed has arrived. Receivers have to have waited for their calls."""
@@ -220,18 +229,28 @@ class Overflows:
         while self._sent:
             self._sent.popleft()[0].wait()
 
-    def _on_host(self, elements: Callable[[], Tensor], device: torch.device) -> Tensor:
-        if device.type != "cuda":
-            return elements().detach().clone()
-        self._copying = self._copying or torch.cuda.Stream(device)
-        with torch.cuda.stream(self._copying):
-            return elements().detach().cpu()  # there since their flag was read
+    def _on_host(self, payload: SentPayload, overflowed: list[int]) -> Tensor:
+        """Return the elements of some sections, one behind the other."""
+        device = payload.flags[0].device
+        if device.type == "cuda" and self._copying is None:
+            self._copying = torch.cuda.Stream(device)
+        # On a device they are there: their flags have been read.
+        with nullcontext() if self._copying is None else torch.cuda.stream(self._copying):
+            elements = payload.elements().detach()
+            return torch.cat([elements[payload.sections[number]] for number in overflowed]).cpu()
 
-    def _note(self, name: PayloadName) -> None:
-        overflowed = self._overflowed[name.path]
-        if name.number not in overflowed:  # a call may have several payloads
-            insort(overflowed, name.number)
-            del overflowed[: -(RECENT + LAG)]
+    def _note(self, payload: SentPayload | ReceivedPayload, overflowed: list[int]) -> None:
+        lost = sum(_count(payload.sections[number]) for number in overflowed)
+        if lost <= TOLERATED * payload.sections[-1].stop:
+            return
+        known, number = self._overflowed[payload.name.path], payload.name.number
+        if number not in known:  # a call may have several payloads
+            insort(known, number)
+            del known[: -(RECENT + LAG)]
+
+
+def _count(section: slice) -> int:
+    return int(section.stop - section.start)
 
 
 class Followed:
@@ -247,21 +266,20 @@ class Followed:
     ) -> None:
         self._overflows = overflows
         self._payloads = payloads
-        self._flags = HostFlags([payload.flag for payload in payloads.values()]) if payloads else None
-        self._elements: dict[Any, Tensor] = {}
+        self._flags = HostFlags(list(payloads.values())) if payloads else None
+        self._sections: dict[Any, dict[int, Tensor]] = {}
         self.blocks_host = device.type != "cpu"
 
     def wait(self) -> None:
-        """Read the flags, and receive the elements of payloads that overflowed."""
+        """Read the flags, and receive the elements of sections that did not fit."""
         self._overflows.settle()
         flags = [] if self._flags is None else self._flags.read()
         for (key, payload), overflowed in zip(self._payloads.items(), flags, strict=True):
-            if overflowed:
-                self._elements[key] = self._overflows.receive(payload)
+            self._sections[key] = self._overflows.receive(payload, overflowed)
 
-    def elements(self, key: Any) -> Tensor | None:
-        """Return the elements of a payload that overflowed; None: decode it."""
-        return self._elements.get(key)
+    def sections(self, key: Any) -> dict[int, Tensor]:
+        """Return the elements that have followed a payload, by the number of their section."""
+        return self._sections.get(key, {})
 
 
 def _group_in_host_memory() -> dist.ProcessGroup:

@@ -80,7 +80,9 @@ class PointToPoint:
             return ChainedWork(work, keep_alive=(payload,))
         assert isinstance(codec, ExactCodec) and self._overflows is not None
         values, flag = tensor.detach(), codec.overflow_flag(payload)
-        self._overflows.owe([SentPayload(name, flag, lambda: values.reshape(-1), [peer])], metrics)
+        whole = slice(0, tensor.numel())
+        sent = SentPayload(name, [flag], [whole], lambda: values.reshape(-1), [peer])
+        self._overflows.owe([sent], metrics)
         chained = ChainedWork(work, lambda: self._settle(metrics), keep_alive=(payload,))
         self._overflows.began(name.path, chained)
         return chained
@@ -135,12 +137,11 @@ class PointToPoint:
         begun = time.perf_counter()
         self._overflows.settle()
         flag = codec.overflow_flag(payload)
-        (overflowed,) = HostFlags([flag]).read()
-        elements = None
-        if overflowed:
-            elements = self._overflows.receive(ReceivedPayload(name, flag, target.numel(), target.dtype))
+        received = ReceivedPayload(name, [flag], [slice(0, target.numel())], target.dtype)
+        (overflowed,) = HostFlags([received]).read()
+        elements = self._overflows.receive(received, overflowed)
         metrics.count_wait(begun)
-        return elements
+        return elements.get(0)
 
     def _name(self, codec: FixedSizeCodec, dimension: str, sender: int, receiver: int) -> PayloadName | None:
         """Return the name of the next message between two ranks; None: it cannot overflow."""

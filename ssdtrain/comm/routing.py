@@ -10,11 +10,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from ssdtrain.codecs import FixedSizeCodec
+from ssdtrain.codecs.exact import Exact
 from ssdtrain.comm import probe
 from ssdtrain.comm.adaptation import AdaptiveBitWidth
 from ssdtrain.comm.algorithms import Call
-from ssdtrain.comm.coding import Coder
+from ssdtrain.comm.coding import SECTION, Coder
 from ssdtrain.comm.collectives import Collective, Sharded
 from ssdtrain.comm.meter import Meter
 from ssdtrain.comm.notices import Notices
@@ -251,12 +251,13 @@ class Router:
         dtype: torch.dtype,
         step: int,
         excluded_dtype: torch.dtype,
-        excluded_codec: FixedSizeCodec | None,
+        excluded_codec: Exact | None,
     ) -> Coder:
         """Return the coder of `spec` for tensors of `dtype` in this step."""
         codec = None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step)
         lossy = codec is not None and not codec.lossless
-        return Coder(codec, dtype, excluded_dtype, excluded_codec if lossy else None)
+        section = SECTION.get(self.device.type, SECTION["cuda"])
+        return Coder(codec, dtype, excluded_dtype, excluded_codec if lossy else None, section)
 
     def with_more_bits(self, route: Route) -> Route | None:
         """Return `route` with int8 wherever it has fewer bits; None where it has none."""

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.comm import Bucket, Communicator, Policy, overflow
+from ssdtrain.comm.coding import SECTION
 from ssdtrain.config import load_config
 from tests.comm.test_collectives import values
 
@@ -135,6 +136,23 @@ def one_peer_only(rank: int, kind: str, to: int) -> Any:
         assert same_bits(out, expected)
     comm.step_end()
     return comm.metrics()["ep"].overflows
+
+
+def one_section_only(rank: int, kind: str) -> Any:
+    """Of a gather of which a few elements do not fit on rank 1."""
+    device, ranks = own_device(kind), dist.get_world_size()
+    comm = communicator(device, zero_gather="exact")
+    size = 20 * SECTION[device.type]
+    shard = values(rank, size, torch.bfloat16)
+    if rank == 1:
+        shard[70_000:80_000] = scattered(rank, 10_000, torch.bfloat16)
+    shard = shard.to(device)
+    gathered, expected = (torch.zeros(ranks * size, dtype=shard.dtype, device=device) for _ in range(2))
+    dist.all_gather_into_tensor(expected, shard)
+    for _ in range(20):
+        assert done(comm.all_gather(gathered.zero_(), shard, "zero_gather"))
+        assert same_bits(gathered, expected)
+    return comm.metrics()["zero_gather"].overflows, comm.metrics()["zero_gather"].ratio
 
 
 def rests(rank: int, kind: str) -> Any:
