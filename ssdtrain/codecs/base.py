@@ -30,7 +30,7 @@ import struct
 import zlib
 from abc import ABC, abstractmethod
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -59,6 +59,12 @@ PAYLOAD_DTYPES = (
     torch.complex64,
     torch.complex128,
 )
+
+
+HeaderFlag: TypeAlias = Tensor | bool
+"""A flag of the header: a bool, or a bool tensor [] on the device, for which nothing waits."""
+HeaderFlags: TypeAlias = HeaderFlag | tuple[HeaderFlag, HeaderFlag]
+"""The finite flag, with the overflow flag where the codec may overflow."""
 
 
 class PayloadError(ValueError):
@@ -263,9 +269,7 @@ class Codec(ABC):
         """The header of a payload of `numel` finite values of `dtype`."""
         return Header(FORMAT_VERSION | PAYLOAD_DTYPES.index(dtype) << 16, self._fingerprint(), numel)
 
-    def _write_header(
-        self, out: Tensor, x: Tensor, finite: Tensor | bool, overflow: Tensor | bool = False
-    ) -> None:
+    def _write_header(self, out: Tensor, x: Tensor, finite: HeaderFlag, overflow: HeaderFlag = False) -> None:
         out[:HEADER_BYTES].copy_(_device_header(self.header(x.dtype, x.numel()), out.device))
         if isinstance(finite, Tensor):
             torch.logical_not(finite, out=out[_NOT_FINITE_BYTE])
@@ -315,7 +319,7 @@ class FixedSizeCodec(Codec):
         size = self.payload_bytes(x.numel(), x.dtype)
         if flat.numel() and self._encode_payload(flat, out[:size], self.header(x.dtype, x.numel()), key):
             return size
-        flags: Tensor | bool | tuple[Tensor | bool, Tensor | bool] = True
+        flags: HeaderFlags = True
         if flat.numel():
             flags = self._encode(flat, out[HEADER_BYTES:size], key)
             out[HEADER_BYTES + self._body_bytes(x.numel(), x.dtype) : size].zero_()
@@ -350,11 +354,8 @@ class FixedSizeCodec(Codec):
         """Bytes after the header for `numel` > 0 values."""
 
     @abstractmethod
-    def _encode(
-        self, flat: Tensor, body: Tensor, key: Key | None
-    ) -> Tensor | bool | tuple[Tensor | bool, Tensor | bool]:
-        """Encode the contiguous, non-empty `flat` [numel] into `body`; returns the finite flag, with the overflow flag if the
-        codec may overflow."""
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> HeaderFlags:
+        """Encode the contiguous, non-empty `flat` [numel] into `body`; returns flags of the header."""
 
 
 class VariableSizeCodec(Codec):

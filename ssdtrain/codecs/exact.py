@@ -37,7 +37,16 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import kernels, native
-from ssdtrain.codecs.base import PAYLOAD_DTYPES, ExactCodec, FixedSizeCodec, Header, Key, Pieces
+from ssdtrain.codecs.base import (
+    PAYLOAD_DTYPES,
+    ExactCodec,
+    FixedSizeCodec,
+    Header,
+    HeaderFlag,
+    HeaderFlags,
+    Key,
+    Pieces,
+)
 from ssdtrain.codecs.lossless import finite_flag
 
 BLOCK = 512
@@ -48,6 +57,8 @@ FRONT_BYTES = BLOCKS + POOL_BYTES
 BLOCK_BYTES = {torch.bfloat16: 768, torch.float32: 1792}
 """Bytes of a block by dtype; other dtypes are copied."""
 EXCEPTION, ZERO = 14, 15
+_AT_ONCE = 256
+"""Superblocks that the reference works on together: its temporary tensors take some 30 times their bytes."""
 TYPICAL_ABOVE = 3
 """Distance of a typical base from the smallest of the largest exponents of groups of 8 values: of normal values that is the
 largest exponent of their block."""
@@ -81,10 +92,10 @@ class Exact(ExactCodec, FixedSizeCodec):
             flat, payload, header, pieces
         )
 
-    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> tuple[Tensor | bool, Tensor | bool]:
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> HeaderFlags:
         coded, nbytes = _coded(flat.numel(), flat.dtype)
-        finite: Tensor | bool = finite_flag(flat[coded:], self.backend)
-        overflow: Tensor | bool = False
+        finite: HeaderFlag = finite_flag(flat[coded:], self.backend)
+        overflow: HeaderFlag = False
         if coded and native.usable(self.backend, flat, body):
             records_finite, overflow = native.exact_encode(flat[:coded], body)
             finite = finite & records_finite
@@ -121,13 +132,16 @@ def _coded(numel: int, dtype: torch.dtype) -> tuple[int, int]:
 
 
 def _superblocks(flat: Tensor, body: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Values [S, K, 512] and records uint8 [S, bytes] of the S superblocks of K blocks: the whole ones, then the partial one."""
+    """Values [S, K, 512] and records uint8 [S, bytes] of S superblocks of K blocks: whole ones, some at a time, then the
+    partial one."""
     whole, blocks = divmod(flat.numel() // BLOCK, BLOCKS)
-    values, nbytes = whole * BLOCKS * BLOCK, _coded(whole * BLOCKS * BLOCK, flat.dtype)[1]
-    if whole:
-        yield flat[:values].view(whole, BLOCKS, BLOCK), body[:nbytes].view(whole, -1)
+    size, nbytes = BLOCKS * BLOCK, _coded(BLOCKS * BLOCK, flat.dtype)[1]
+    for first in range(0, whole, _AT_ONCE):
+        last = min(first + _AT_ONCE, whole)
+        values, records = flat[first * size : last * size], body[first * nbytes : last * nbytes]
+        yield values.view(-1, BLOCKS, BLOCK), records.view(last - first, -1)
     if blocks:
-        yield flat[values:].view(1, blocks, BLOCK), body[nbytes:].view(1, -1)
+        yield flat[whole * size :].view(1, blocks, BLOCK), body[whole * nbytes :].view(1, -1)
 
 
 def _encode_records(values_SKB: Tensor, records: Tensor) -> Tensor:

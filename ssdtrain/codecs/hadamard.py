@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import kernels, native
-from ssdtrain.codecs.base import FixedSizeCodec, Header, Key, Pieces, write
+from ssdtrain.codecs.base import FixedSizeCodec, Header, HeaderFlags, Key, Pieces, write
 from ssdtrain.codecs.block import BlockCodec
 from ssdtrain.codecs.philox import philox
 from ssdtrain.codecs.scales import Rotation
@@ -60,7 +60,7 @@ class Hadamard(FixedSizeCodec):
     def _body_bytes(self, numel: int, dtype: torch.dtype) -> int:
         return self.inner._body_bytes(self._padded(numel), torch.float32)
 
-    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> Tensor | bool:
+    def _encode(self, flat: Tensor, body: Tensor, key: Key | None) -> HeaderFlags:
         block = self._fused_block(flat, body)
         if block is not None:
             block.check_key(key, flat.numel())

@@ -49,7 +49,21 @@ def overflows(codec: ExactCodec, buf: Tensor) -> bool:
 @every_backend
 @every_coded
 @pytest.mark.parametrize(
-    "numel", [0, 1, 2, 511, 512, 513, 1024, SUPERBLOCK - 1, SUPERBLOCK, SUPERBLOCK + 700, 3 * SUPERBLOCK]
+    "numel",
+    [
+        0,
+        1,
+        2,
+        511,
+        512,
+        513,
+        1024,
+        SUPERBLOCK - 1,
+        SUPERBLOCK,
+        SUPERBLOCK + 700,
+        3 * SUPERBLOCK,
+        260 * SUPERBLOCK + 5000,
+    ],
 )
 def test_any_length_comes_back_in_the_stated_bytes(codec: Exact, dtype: torch.dtype, numel: int) -> None:
     x = (randn(numel) * 0.02).to(dtype)

@@ -15,13 +15,13 @@ from ssdtrain.codecs.base import Header, Pieces
 from ssdtrain.codecs.kernels.block import signed
 from ssdtrain.codecs.kernels.header import NOT_FINITE, OVERFLOW, write_header
 
-BLOCK, BLOCKS, POOL = tl.constexpr(512), tl.constexpr(32), tl.constexpr(128)
-FRONT, CODED = tl.constexpr(160), tl.constexpr(768)
-WORDS = tl.constexpr(64)
-"""Of a quarter of a block."""
-TYPICAL_ABOVE = tl.constexpr(3)
+# Numbers of the format, as in `ssdtrain.codecs.exact`; words are those of a quarter of a block.
+_BLOCK, _BLOCKS, _POOL = tl.constexpr(512), tl.constexpr(32), tl.constexpr(128)
+_FRONT, _CODED, _WORDS = tl.constexpr(160), tl.constexpr(768), tl.constexpr(64)
+_TYPICAL_ABOVE = tl.constexpr(3)
 ENCODE_OPTIONS = {"num_warps": 16, "maxnreg": 64}
-"""With 64 registers of each thread two programs run at once on a multiprocessor, one while the other waits for memory."""
+"""Launch options of encoding: where a thread has 64 registers, two programs run at once on a multiprocessor, one while the other
+waits for memory."""
 DECODE_OPTIONS = {"num_warps": 16}
 _ANY_VALUE = ["skip", "blocks", "behind", "header", "fingerprint", "values"]
 
@@ -126,34 +126,34 @@ def _encode_kernel(
     FLOAT32: tl.constexpr,
 ) -> None:
     SIZE: tl.constexpr = 4 if FLOAT32 else 2
-    BLOCK_BYTES: tl.constexpr = CODED + 1024 if FLOAT32 else CODED
+    BLOCK_BYTES: tl.constexpr = _CODED + 1024 if FLOAT32 else _CODED
     piece = tl.program_id(1).to(tl.int64)
     x += (piece + tl.where(piece >= skip, 1, 0)) * x_stride
     payload += piece * payload_stride
     superblock = tl.program_id(0).to(tl.int64)
-    record = payload + 16 + superblock * (FRONT + BLOCKS * BLOCK_BYTES)
+    record = payload + 16 + superblock * (_FRONT + _BLOCKS * BLOCK_BYTES)
 
     # 1. The values, what is kept of them, and the largest exponent of each block.
-    block_R = tl.arange(0, BLOCKS)
-    inside = (superblock * BLOCKS + block_R < blocks)[:, None]
-    word = tl.arange(0, WORDS)[None, :]
-    start = x + superblock * (BLOCKS * BLOCK * SIZE)
-    at = block_R[:, None] * (4 * WORDS) + word
+    block_R = tl.arange(0, _BLOCKS)
+    inside = (superblock * _BLOCKS + block_R < blocks)[:, None]
+    word = tl.arange(0, _WORDS)[None, :]
+    start = x + superblock * (_BLOCKS * _BLOCK * SIZE)
+    at = block_R[:, None] * (4 * _WORDS) + word
     w0, l0 = _load_pairs(start, at, inside, FLOAT32)
-    w1, l1 = _load_pairs(start, at + WORDS, inside, FLOAT32)
-    w2, l2 = _load_pairs(start, at + 2 * WORDS, inside, FLOAT32)
-    w3, l3 = _load_pairs(start, at + 3 * WORDS, inside, FLOAT32)
-    data = (record + FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + block_R[:, None] * (
+    w1, l1 = _load_pairs(start, at + _WORDS, inside, FLOAT32)
+    w2, l2 = _load_pairs(start, at + 2 * _WORDS, inside, FLOAT32)
+    w3, l3 = _load_pairs(start, at + 3 * _WORDS, inside, FLOAT32)
+    data = (record + _FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + block_R[:, None] * (
         BLOCK_BYTES // 4
     )
     data += word
     tl.store(data, _kept(w0) | (_kept(w1) << 8), mask=inside)
-    tl.store(data + WORDS, _kept(w2) | (_kept(w3) << 8), mask=inside)
+    tl.store(data + _WORDS, _kept(w2) | (_kept(w3) << 8), mask=inside)
     if FLOAT32:
-        tl.store(data + 3 * WORDS, l0, mask=inside)
-        tl.store(data + 4 * WORDS, l1, mask=inside)
-        tl.store(data + 5 * WORDS, l2, mask=inside)
-        tl.store(data + 6 * WORDS, l3, mask=inside)
+        tl.store(data + 3 * _WORDS, l0, mask=inside)
+        tl.store(data + 4 * _WORDS, l1, mask=inside)
+        tl.store(data + 5 * _WORDS, l2, mask=inside)
+        tl.store(data + 6 * _WORDS, l3, mask=inside)
     e0 = _exponents(w0)
     e1 = _exponents(w1)
     e2 = _exponents(w2)
@@ -170,9 +170,9 @@ def _encode_kernel(
     exceptions = _exceptions(codes)
     count_RW = _count(exceptions)
     total = tl.sum(tl.sum(count_RW, axis=1), axis=0)
-    if total > POOL:
+    if total > _POOL:
         smallest_R = tl.min(tl.where(group_RW == 0, 255, group_RW), axis=1)
-        typical_R = tl.minimum(smallest_R + TYPICAL_ABOVE, largest_R)
+        typical_R = tl.minimum(smallest_R + _TYPICAL_ABOVE, largest_R)
         others = _packed_codes(e0, e1, e2, e3, typical_R)
         fewer_R = tl.sum(_count(_exceptions(others)), axis=1) < tl.sum(count_RW, axis=1)
         base_R = tl.where(fewer_R, typical_R, largest_R)
@@ -180,15 +180,15 @@ def _encode_kernel(
         exceptions = _exceptions(codes)
         count_RW = _count(exceptions)
         total = tl.sum(tl.sum(count_RW, axis=1), axis=0)
-        flags = flags | tl.where(total > POOL, OVERFLOW, 0)
+        flags = flags | tl.where(total > _POOL, OVERFLOW, 0)
 
     # 3. The record but for exceptions.
-    pool = record + BLOCKS
-    slot = tl.arange(0, POOL)
-    if superblock * BLOCKS < blocks:  # fewer than 512 values have no record
+    pool = record + _BLOCKS
+    slot = tl.arange(0, _POOL)
+    if superblock * _BLOCKS < blocks:  # fewer than 512 values have no record
         tl.store(record + block_R, base_R.to(tl.uint8))
-        tl.store(pool + slot, tl.zeros([POOL], tl.uint8), mask=slot >= total)
-    tl.store(data + 2 * WORDS, codes, mask=inside)
+        tl.store(pool + slot, tl.zeros([_POOL], tl.uint8), mask=slot >= total)
+    tl.store(data + 2 * _WORDS, codes, mask=inside)
 
     # 4. Exceptions: round i stores the i-th of each word, and few words have two. Their values are read again, which takes less
     # than to keep all of them in registers.
@@ -197,9 +197,9 @@ def _encode_kernel(
         halves = start.to(tl.pointer_type(tl.uint16), bitcast=True) + (at * SIZE + SIZE // 2 - 1)
         for _ in range(tl.max(tl.max(count_RW, axis=1), axis=0)):
             lowest = exceptions & (0 - exceptions)
-            place = tl.where((lowest & 0x10101010) != 0, 2 * WORDS, 0) + tl.where(lowest > 0xFFFF, 1, 0)
-            place += tl.where((lowest & 0x11001100) != 0, 4 * WORDS, 0)
-            found = (exceptions != 0) & (rank_RW < POOL)
+            place = tl.where((lowest & 0x10101010) != 0, 2 * _WORDS, 0) + tl.where(lowest > 0xFFFF, 1, 0)
+            place += tl.where((lowest & 0x11001100) != 0, 4 * _WORDS, 0)
+            found = (exceptions != 0) & (rank_RW < _POOL)
             value = tl.load(halves + place * (SIZE // 2), mask=found, other=0)
             tl.store(pool + rank_RW, ((value >> 7) & 0xFF).to(tl.uint8), mask=found)
             exceptions = exceptions & (exceptions - 1)
@@ -207,12 +207,12 @@ def _encode_kernel(
 
     # 5. The first program copies what is behind the last block, with zeros up to a multiple of 16 bytes.
     if (tl.program_id(0) == 0) & (behind > 0):
-        superblocks = (blocks + BLOCKS - 1) // BLOCKS
-        end = payload + 16 + superblocks.to(tl.int64) * FRONT + blocks.to(tl.int64) * BLOCK_BYTES
+        superblocks = (blocks + _BLOCKS - 1) // _BLOCKS
+        end = payload + 16 + superblocks.to(tl.int64) * _FRONT + blocks.to(tl.int64) * BLOCK_BYTES
         kind: tl.constexpr = tl.pointer_type(tl.int32) if FLOAT32 else tl.pointer_type(tl.int16)
         MAGNITUDE: tl.constexpr = 0x7F800000 if FLOAT32 else 0x7F80
-        i = tl.arange(0, BLOCK)
-        rest = x + blocks.to(tl.int64) * (BLOCK * SIZE)
+        i = tl.arange(0, _BLOCK)
+        rest = x + blocks.to(tl.int64) * (_BLOCK * SIZE)
         value = tl.load(rest.to(kind, bitcast=True) + i, mask=i < behind, other=0)
         padded = (behind * SIZE + 15) // 16 * (16 // SIZE)
         tl.store(end.to(kind, bitcast=True) + i, value, mask=i < padded)
@@ -233,22 +233,22 @@ def _merged(kept: tl.tensor, code: tl.tensor, base: tl.tensor) -> tl.tensor:
 @triton.jit(do_not_specialize=["blocks"])
 def _decode_kernel(body: tl.tensor, out: tl.tensor, blocks: tl.tensor, FLOAT32: tl.constexpr) -> None:
     SIZE: tl.constexpr = 4 if FLOAT32 else 2
-    BLOCK_BYTES: tl.constexpr = CODED + 1024 if FLOAT32 else CODED
+    BLOCK_BYTES: tl.constexpr = _CODED + 1024 if FLOAT32 else _CODED
     superblock = tl.program_id(0).to(tl.int64)
-    record = body + superblock * (FRONT + BLOCKS * BLOCK_BYTES)
+    record = body + superblock * (_FRONT + _BLOCKS * BLOCK_BYTES)
 
     # 1. The record.
-    block_R = tl.arange(0, BLOCKS)
-    inside = (superblock * BLOCKS + block_R < blocks)[:, None]
-    word = tl.arange(0, WORDS)[None, :]
-    data = (record + FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + block_R[:, None] * (
+    block_R = tl.arange(0, _BLOCKS)
+    inside = (superblock * _BLOCKS + block_R < blocks)[:, None]
+    word = tl.arange(0, _WORDS)[None, :]
+    data = (record + _FRONT).to(tl.pointer_type(tl.uint32), bitcast=True) + block_R[:, None] * (
         BLOCK_BYTES // 4
     )
     data += word
     k01 = tl.load(data, mask=inside, other=0)
-    k23 = tl.load(data + WORDS, mask=inside, other=0)
-    codes = tl.load(data + 2 * WORDS, mask=inside, other=0)
-    base_R = tl.load(record + block_R, mask=superblock * BLOCKS + block_R < blocks, other=0).to(tl.uint32)
+    k23 = tl.load(data + _WORDS, mask=inside, other=0)
+    codes = tl.load(data + 2 * _WORDS, mask=inside, other=0)
+    base_R = tl.load(record + block_R, mask=superblock * _BLOCKS + block_R < blocks, other=0).to(tl.uint32)
     base = (base_R * 0x00010001)[:, None]
 
     # 2. The values but for exceptions.
@@ -262,11 +262,11 @@ def _decode_kernel(body: tl.tensor, out: tl.tensor, blocks: tl.tensor, FLOAT32: 
     count_RW = _count(exceptions)
     rounds = tl.max(tl.max(count_RW, axis=1), axis=0)
     if rounds > 0:
-        pool = record + BLOCKS
+        pool = record + _BLOCKS
         rank_RW = _ranks(count_RW)
         for _ in range(rounds):
             lowest = exceptions & (0 - exceptions)
-            found = (exceptions != 0) & (rank_RW < POOL)
+            found = (exceptions != 0) & (rank_RW < _POOL)
             exponent = tl.load(pool + rank_RW, mask=found, other=0).to(tl.uint32)
             exponent = tl.where(lowest > 0xFFFF, exponent << 23, exponent << 7)
             w0 = w0 | tl.where((lowest & 0x00010001) != 0, exponent, 0)
@@ -277,12 +277,12 @@ def _decode_kernel(body: tl.tensor, out: tl.tensor, blocks: tl.tensor, FLOAT32: 
             rank_RW += 1
 
     # 4. The tensor.
-    start = out + superblock * (BLOCKS * BLOCK * SIZE)
-    at = block_R[:, None] * (4 * WORDS) + word
-    _store_pairs(start, at, inside, w0, data + 3 * WORDS, FLOAT32)
-    _store_pairs(start, at + WORDS, inside, w1, data + 4 * WORDS, FLOAT32)
-    _store_pairs(start, at + 2 * WORDS, inside, w2, data + 5 * WORDS, FLOAT32)
-    _store_pairs(start, at + 3 * WORDS, inside, w3, data + 6 * WORDS, FLOAT32)
+    start = out + superblock * (_BLOCKS * _BLOCK * SIZE)
+    at = block_R[:, None] * (4 * _WORDS) + word
+    _store_pairs(start, at, inside, w0, data + 3 * _WORDS, FLOAT32)
+    _store_pairs(start, at + _WORDS, inside, w1, data + 4 * _WORDS, FLOAT32)
+    _store_pairs(start, at + 2 * _WORDS, inside, w2, data + 5 * _WORDS, FLOAT32)
+    _store_pairs(start, at + 3 * _WORDS, inside, w3, data + 6 * _WORDS, FLOAT32)
 
 
 def _aligned(tensor: Tensor) -> bool:
@@ -306,8 +306,8 @@ def encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces | None 
             return False
         flat = flat.clone()
     payload.as_strided((count, 4), (payload_stride, 1)).zero_()
-    blocks, behind = divmod(flat.numel(), BLOCK.value)
-    _encode_kernel[(max(1, triton.cdiv(blocks, BLOCKS.value)), count)](
+    blocks, behind = divmod(flat.numel(), _BLOCK.value)
+    _encode_kernel[(max(1, triton.cdiv(blocks, _BLOCKS.value)), count)](
         flat.view(torch.uint8), payload, x_stride, payload_stride, skip, blocks, behind,
         header.word, signed(header.fingerprint), header.numel,
         FLOAT32=flat.dtype == torch.float32, **ENCODE_OPTIONS,
@@ -318,8 +318,8 @@ def encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces | None 
 def decode(body: Tensor, out: Tensor) -> None:
     """Decode into float32 or bfloat16 `out` [whole blocks]."""
     values = out if _aligned(out) else torch.empty_like(out)
-    blocks = out.numel() // BLOCK.value
-    _decode_kernel[(triton.cdiv(blocks, BLOCKS.value),)](
+    blocks = out.numel() // _BLOCK.value
+    _decode_kernel[(triton.cdiv(blocks, _BLOCKS.value),)](
         body, values.view(torch.uint8), blocks, FLOAT32=out.dtype == torch.float32, **DECODE_OPTIONS
     )
     if values is not out:
