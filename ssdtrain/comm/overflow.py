@@ -283,11 +283,21 @@ class Followed:
 
 
 def _group_in_host_memory() -> dist.ProcessGroup:
-    """Return a group of all ranks for tensors in host memory."""
+    """Return a group of all ranks for tensors in host memory.
+
+    Raises:
+        RuntimeError: gloo cannot make one.
+    """
     world = dist.group.WORLD
     assert world is not None, "torch.distributed is not initialised"
     if "cpu:gloo" in dist.get_backend_config(world):
         return world
-    group = dist.new_group(backend="gloo")
+    try:
+        group = dist.new_group(backend="gloo")
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"comm: the codec exact needs a gloo group of all ranks, and gloo made none ({error}): set GLOO_SOCKET_IFNAME, or "
+            'leave "exact" out of the section ("excluded": "raw" in the presets balanced and aggressive)'
+        ) from error
     assert group is not None
     return group
