@@ -17,7 +17,7 @@ from ssdtrain.comm.algorithms import Call
 from ssdtrain.comm.coding import SECTION, Coder
 from ssdtrain.comm.collectives import Collective, Sharded
 from ssdtrain.comm.meter import Meter
-from ssdtrain.comm.notices import Notices
+from ssdtrain.comm.notices import ORDER_OF_SUMS, Notices
 from ssdtrain.comm.policy import OFF, WARMUP_CODEC, Policy, Rule, codec_of
 from ssdtrain.comm.topology import Topology, check_two_hop, find_topology
 from ssdtrain.device.runtime import made_current
@@ -33,7 +33,6 @@ NOTHING_SAVED = "the codec has no fewer bits than the tensor"
 NO_FEWER_BYTES = "compressed, it would be no smaller"
 IN_FULL = "the first gather of a bucket, in full"
 CHANGED = "weights changed since their last gather, in full"
-ORDER_OF_SUMS = "an exact sum of more than two ranks, whose order is the framework's"
 OVERFLOWED = "the codec exact did not fit lately"
 CAPTURED = "in a CUDA graph, where the host cannot read whether the codec exact fits"
 # Reasons that follow from the config or from sizes: counted, without a warning.
