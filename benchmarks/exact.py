@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks import exact_wire
 from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_training import Llama, LlamaConfig
 from benchmarks.kernel_code import KernelCode, compile_kernel
@@ -31,7 +32,7 @@ from ssdtrain.codecs import make_codec
 from ssdtrain.codecs.exact import EXCEPTION, FRONT_BYTES, GROUP, GROUP_BYTES, GROUPS, Exact
 from ssdtrain.tools.bench.codec import CodecSubject, cpu_seconds, device_seconds
 
-PARTS = ("ratios", "speed", "anchors", "ptx")
+PARTS = ("ratios", "speed", "anchors", "ptx", "wire")
 ARCHITECTURES = (80, 90, 100)
 SUPERBLOCK = GROUP * GROUPS
 VOCABULARY = 1024
@@ -367,8 +368,14 @@ def main() -> None:
         "--mebibytes", type=int, help="size of the tensors whose speed is measured; 64, or 1024 on a GPU"
     )
     arguments.add_argument("--rounds", type=int, default=7)
+    layouts = tuple(exact_wire.LAYOUTS)
+    arguments.add_argument("--layouts", default=",".join(layouts), help="whose messages are counted")
+    arguments.add_argument("--wire-steps", type=int, default=200, help="of training in each layout")
+    arguments.add_argument(
+        "--wire-layers", type=int, help="of the layouts' models; default: for 20 M parameters"
+    )
     chosen = arguments.parse_args()
-    for option, allowed in (("parts", PARTS), ("models", tuple(MODELS))):
+    for option, allowed in (("parts", PARTS), ("models", tuple(MODELS)), ("layouts", layouts)):
         names = getattr(chosen, option).split(",")
         if unknown := set(names) - set(allowed):
             arguments.error(
@@ -376,7 +383,7 @@ def main() -> None:
             )
         setattr(chosen, option, names)
     chosen.mebibytes = chosen.mebibytes or (64 if chosen.device == "cpu" else 1024)
-    run = {"ratios": ratios, "speed": speed, "anchors": anchors, "ptx": ptx}
+    run = {"ratios": ratios, "speed": speed, "anchors": anchors, "ptx": ptx, "wire": exact_wire.wire}
     figures: dict[str, Any] = {"benchmark": "exact", **hardware(), "torch": torch.__version__}
     for part in chosen.parts:
         figures |= run[part](chosen)

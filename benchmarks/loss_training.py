@@ -39,6 +39,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--sequence", type=int, default=64)
     made.add_argument("--batch", type=int, default=4, help="sequences of a microbatch")
     made.add_argument("--learning-rate", type=float, default=2e-3)
+    made.add_argument(
+        "--bf16", action="store_true", help="bfloat16, with a float32 master copy that ranks share"
+    )
     made.add_argument("--held-out-sequences", type=int, default=256, help="per rank")
     made.add_argument(
         "--comm", type=json.loads, help="the `comm` block as JSON; without it SSDTrain is absent"
@@ -108,7 +111,8 @@ class LossTraining(Workload):
             "train_micro_batch_size_per_gpu": options.batch,
             "gradient_accumulation_steps": self.microbatches,
             "gradient_clipping": 1.0,
-            "zero_optimization": {"stage": 0 if piped else 2},
+            "zero_optimization": {"stage": int(options.bf16) if piped else 2},
+            "bf16": {"enabled": options.bf16},
             "zero_allow_untested_optimizer": True,
             "steps_per_print": 10**9,
         }

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ssdtrain.comm import Policy
-from ssdtrain.comm.policy import OFF, codec_of
-from ssdtrain.config import CommConfig, Config, ConfigError, ConfigIssue, OffloadConfig, ReportConfig
+from ssdtrain.config import Config, ConfigError, ConfigIssue, OffloadConfig, ReportConfig
 from ssdtrain.config.paths import WRITABLE_ALLOWED, problem_with_writing
 from ssdtrain.config.units import exact_size, format_size
 from ssdtrain.features import Placement
@@ -55,7 +54,7 @@ def check_start(config: Config, place: Placement | None = None) -> None:
             config.state.expand(rank=place.rank, local_rank=place.local_rank), "ssdtrain.state.directories"
         )
     if config.comm is not None and config.compresses:
-        problems += _of_comm(config.comm)
+        Policy.from_config(config.comm)  # what depends on its preset
     if config.plans and config.plan is not None and config.plan.plot and not _installed("matplotlib"):
         allowed = "pip install 'ssdtrain[plot]', or leaving it out"
         problems.append(
@@ -122,17 +121,6 @@ def _unwritable(directories: Sequence[Path], key: str) -> Iterator[ConfigIssue]:
         why = problem_with_writing(directory)
         if why is not None:
             yield ConfigIssue(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)
-
-
-def _of_comm(comm: CommConfig) -> Iterator[ConfigIssue]:
-    for dimension, rule in Policy.from_config(comm).rules.items():
-        for spec in {rule.inside, rule.between} - {OFF}:
-            try:
-                codec_of(spec)
-            except RuntimeError as error:  # a package is not installed
-                written = getattr(comm, dimension) or comm.preset
-                allowed = "installing the package, or another codec"
-                yield ConfigIssue(f"ssdtrain.comm.{dimension}", written, f"cannot be used: {error}", allowed)
 
 
 def make_directories(directories: Sequence[Path], key: str = _DIRECTORIES) -> None:

@@ -12,7 +12,6 @@ import torch
 
 import ssdtrain
 from ssdtrain.codecs import lossless
-from ssdtrain.comm import policy
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.features import Placement
 from ssdtrain.preflight import check_start, make_directories
@@ -107,11 +106,8 @@ def test_a_codec_whose_package_is_missing_is_rejected(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(lossless, "_zstandard", missing)
-    policy.codec_of.cache_clear()
     (problem,) = rejected({"offload": {"directories": str(tmp_path), "codec": "lossless"}}).problems
     assert problem.path == "ssdtrain.offload.codec" and "pip install" in problem.why
-    (problem,) = rejected({"comm": {"pp_forward": "off/lossless"}}).problems
-    assert problem.path == "ssdtrain.comm.pp_forward" and "pip install" in problem.why
 
 
 def test_what_depends_on_device_rank_or_preset_is_rejected(

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -108,7 +109,11 @@ class DeepSpeedGPT(Workload):
         }
 
     def digest(self) -> str:
-        return weights_digest(self.engine.module)
+        import deepspeed
+
+        partitioned = [p for p in self.engine.module.parameters() if hasattr(p, "ds_id")]
+        with deepspeed.zero.GatheredParameters(partitioned) if partitioned else nullcontext():
+            return weights_digest(self.engine.module)
 
     def replica(self) -> str:
         return "whole"

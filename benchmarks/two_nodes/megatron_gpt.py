@@ -29,6 +29,9 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--tensor", type=int, default=1, help="tensor-parallel ranks")
     made.add_argument("--pipeline", type=int, default=1, help="pipeline stages")
+    made.add_argument("--experts", type=int, help="of a layer, spread over the ranks of a stage")
+    made.add_argument("--sequence-parallel", action="store_true")
+    made.add_argument("--bf16", action="store_true", help="bfloat16, with a float32 master copy")
     made.add_argument("--layers", type=int, default=8)
     made.add_argument("--hidden", type=int, default=512)
     made.add_argument("--heads", type=int, default=8)
@@ -75,8 +78,19 @@ class MegatronGPT(Workload):
             "distributed-backend": "gloo",
         }
         words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-        if options.distributed_optimizer:
-            words.append("--use-distributed-optimizer")
+        if options.experts is not None:
+            words += [
+                "--num-experts",
+                str(options.experts),
+                "--expert-model-parallel-size",
+                str(options.tensor),
+            ]
+        for flag, asked in (
+            ("--use-distributed-optimizer", options.distributed_optimizer),
+            ("--sequence-parallel", options.sequence_parallel),
+            ("--bf16", options.bf16),
+        ):
+            words += [flag] if asked else []
         chosen = flags.parser().parse_args(words)
         initialize(chosen)
         self.trainer = Trainer(chosen, training_set(chosen))

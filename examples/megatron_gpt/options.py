@@ -49,6 +49,8 @@ def _parallelism(group: argparse._ArgumentGroup) -> None:
     add("--pipeline-model-parallel-size", type=int, default=1)
     add("--num-virtual-stages-per-pipeline-rank", type=int, default=None)
     add("--sequence-parallel", action="store_true")
+    add("--num-experts", type=int, default=None)
+    add("--expert-model-parallel-size", type=int, default=1)
     add("--use-distributed-optimizer", action="store_true")
     add("--overlap-grad-reduce", action="store_true")
     add("--overlap-param-gather", action="store_true")

@@ -47,11 +47,11 @@ __all__ = ["Trainer", "initialize", "main", "training_set"]
 Batches = Iterator[dict[str, torch.Tensor]]
 
 
-def layer_spec() -> ModuleSpec:
+def layer_spec(experts: int | None = None) -> ModuleSpec:
     """Return Transformer Engine's layer where it is installed, the local one elsewhere."""
     if importlib.util.find_spec("transformer_engine") is not None:
-        return get_gpt_layer_with_transformer_engine_spec()
-    return get_gpt_layer_local_spec()
+        return get_gpt_layer_with_transformer_engine_spec(num_experts=experts)
+    return get_gpt_layer_local_spec(num_experts=experts)
 
 
 def initialize(options: argparse.Namespace) -> None:
@@ -64,6 +64,8 @@ def initialize(options: argparse.Namespace) -> None:
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=options.num_virtual_stages_per_pipeline_rank,
+        expert_model_parallel_size=options.expert_model_parallel_size,
+        expert_tensor_parallel_size=1,
     )
 
 
@@ -154,8 +156,16 @@ class Trainer:
             "num_layers hidden_size num_attention_heads attention_dropout hidden_dropout tensor_model_parallel_size "
             "pipeline_model_parallel_size sequence_parallel bf16 recompute_granularity recompute_method recompute_num_layers"
         )
+        experts = {
+            "num_moe_experts": options.num_experts,
+            "expert_model_parallel_size": options.expert_model_parallel_size,
+            "expert_tensor_parallel_size": 1,
+            "moe_token_dispatcher_type": "alltoall",
+            "add_bias_linear": False,
+        }
         return {
             **{name: getattr(options, name) for name in named.split()},
+            **(experts if options.num_experts is not None else {}),
             "virtual_pipeline_model_parallel_size": virtual,
             "pipeline_dtype": self.kind,
             "params_dtype": self.kind,
@@ -175,7 +185,7 @@ class Trainer:
         step = 128 * self.options.tensor_model_parallel_size
         model = GPTModel(
             config=self.config,
-            transformer_layer_spec=layer_spec(),
+            transformer_layer_spec=layer_spec(self.options.num_experts),
             vocab_size=-(-ByteTokenizer.vocab_size // step) * step,
             max_sequence_length=self.options.seq_length,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),

@@ -43,6 +43,8 @@ class Collective(ABC):
     """Name in messages."""
     scatters: ClassVar[bool] = False
     """Whether it has a reduction: then a call without a codec is the framework's own, whose order of summation differs."""
+    gathers: ClassVar[bool] = False
+    """Whether results go from their owners to all ranks."""
     op: Any = dist.ReduceOp.SUM
     dtype: torch.dtype
     nbytes: int | None
@@ -78,9 +80,6 @@ class Sharded(Collective):
         into: flat; takes the result. May share memory with `values`.
         uncompressed_ranges: elements of the whole tensor that are excluded.
     """
-
-    gathers: ClassVar[bool] = False
-    """Whether results go from their owners to all ranks."""
 
     def __init__(
         self, values: Tensor, into: Tensor, uncompressed_ranges: Ranges = (), op: Any = dist.ReduceOp.SUM
@@ -186,10 +185,19 @@ class AllReduce(Sharded):
             yield list(pairwise([min(start + i * share, stop) for i in range(ranks)] + [stop]))
 
     def _piece(self, call: Call, parts: Parts, part: str) -> MessageSteps:
+        if _is_exact(call):
+            yield from algorithms.sum_of_two(call, self.values[parts[0][0] : parts[-1][1]], part)
+            return
         shards = self._pieces(parts)
         total = yield from algorithms.reduce_scatter(call, shards, part)
         own = shards[call.topology.rank]
         yield from algorithms.all_gather(call, own._replace(values=total), shards, part)
+
+    def wire_bytes(self, call: Call, chunk: int) -> list[int]:
+        if not _is_exact(call):
+            return super().wire_bytes(call, chunk)
+        pieces = (TensorPiece(self.values[p[0][0] : p[-1][1]]) for p in self.parts(2, chunk))
+        return [sum(call.gather.nbytes(piece) for piece in pieces)] * 2
 
     def plain(self, group: dist.ProcessGroup, async_op: bool = False) -> dist.Work | None:
         return _all_reduce(self.values, op=self.op, group=group, async_op=async_op)
@@ -286,6 +294,13 @@ class AllToAll(Collective):
         coders, nodes = call.scatter, call.topology.nodes
         of_peers = [coders.inside if node == nodes[self.own] else coders.between for node in nodes]
         return [algorithms.all_to_all(call, self.incoming, self.outgoing, of_peers, self.min_bytes, "0")]
+
+
+def _is_exact(call: Call) -> bool:
+    """Return whether all messages of a sum are exact: then it is one of two ranks."""
+    where, scatter = call.topology, call.scatter
+    halves = scatter.between if where.inside is None else scatter.inside, call.gather
+    return where.size == 2 and all(coder.is_exact for coder in halves)
 
 
 def _spans(total: int, step: int) -> Iterator[tuple[int, int]]:

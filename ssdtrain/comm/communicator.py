@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.codecs import Key
+from ssdtrain.codecs.exact import Exact
 from ssdtrain.codecs.warm_up import warm_up
 from ssdtrain.comm.adaptation import AdaptiveBitWidth
 from ssdtrain.comm.algorithms import Call, Coders
@@ -42,8 +43,9 @@ from ssdtrain.comm.collectives import (
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics, Meter
 from ssdtrain.comm.notices import Notices, add_inactive, few_bytes_saved
+from ssdtrain.comm.overflow import Overflows
 from ssdtrain.comm.point_to_point import PointToPoint
-from ssdtrain.comm.policy import Policy, codec_of
+from ssdtrain.comm.policy import EXACT_CODEC, Policy, codec_of
 from ssdtrain.comm.references import References
 from ssdtrain.comm.routing import CHANGED, IN_FULL, Route, Router
 from ssdtrain.comm.topology import node_name, world_if_none
@@ -89,7 +91,8 @@ class Communicator:
             self.bit_widths = AdaptiveBitWidth(policy.adapt, policy.rules["dp"].between)
         hosts = agreed_hosts(policy, self.device)
         self.router = Router(policy, hosts, self.meter, self.notices, self.device, self.bit_widths)
-        self.point_to_point = PointToPoint(self.router, self.key)
+        self._overflows = Overflows() if policy.may_overflow else None
+        self.point_to_point = PointToPoint(self.router, self.key, self._overflows)
         self.feedback = None if policy.feedback == "off" else Feedback(policy.feedback)
         self.references = References(self.meter)
         self.steps = 0
@@ -173,7 +176,7 @@ class Communicator:
             # After an uncompressed gather there is no reference to take a difference from.
             self.references.forget(bucket.name)
             return None
-        if self.router.is_identity(route, out.dtype):
+        if self.router.is_identity(route, out.dtype) or codec_of(route.last_gather).lossless:
             return self._launch(plain, "zero_gather", route, bucket)
         start = route.topology.rank * mine.numel()
 
@@ -204,7 +207,7 @@ class Communicator:
     def _route(
         self, collective: Sharded, dimension: str, group: dist.ProcessGroup, bucket: Bucket | None = None
     ) -> Route | None:
-        trials = _RouteTrials(self, dimension, collective.dtype)
+        trials = _RouteTrials(self, dimension, collective)
         return self.router.choose(collective, dimension, group, self.steps, bucket and bucket.name, trials)
 
     def _launch(
@@ -216,7 +219,7 @@ class Communicator:
         then: Callable[[], Any] | None = None,
     ) -> CompressedWork:
         metrics = self.meter.count_compressed(dimension, collective.raw_bytes(route.topology.size))
-        call = self._call(dimension, route, collective.dtype, metrics, bucket)
+        call = self._call(collective, dimension, route, metrics, bucket)
         call.collective = collective.name
         call.average = collective.op == dist.ReduceOp.AVG
         call.feedback = self._feedback_of(dimension) if bucket is not None else None
@@ -230,9 +233,17 @@ class Communicator:
                 errors = call.errors or [torch.zeros((), device=collective.tensors[0].device)]
                 self.bit_widths.measured(route.topology.group, bucket.name, errors)
 
+        group = route.topology.group
+        if self._overflows is not None:
+            name = bucket.name if bucket is not None else ""
+            call.kind = (group.group_name, dimension, collective.name, name, collective.nbytes or 0)
+            call.number = self._overflows.number(call.kind)
         steps = collective.steps(call, self.policy.chunk)
-        stream, line = self._streams.of(dimension), self._under_way.of(route.topology.group)
-        return CompressedWork(steps, metrics, self.meter, stream, collective.tensors, finished, line)
+        stream, line = self._streams.of(dimension), self._under_way.of(group)
+        work = CompressedWork(steps, metrics, self.meter, stream, collective.tensors, finished, line)
+        if self._overflows is not None:
+            self._overflows.began(call.kind, work)
+        return work
 
     def all_to_all(
         self,
@@ -269,8 +280,9 @@ class Communicator:
             skipped: its gradients were dropped (overflow); then the residuals that came from them are, too.
         """
         self.steps += 1
-        self.point_to_point.wait_outstanding()
         self._under_way.complete()
+        if self._overflows is not None:
+            self._overflows.complete()
         if self.feedback is not None:
             stale = self.feedback.step_end()
             if skipped and self.feedback.clear():
@@ -329,7 +341,7 @@ class Communicator:
 
         Copies that ranks reduce in different groups have to stay equal, and sums that differ in their last bit may round apart.
         """
-        if repeated and self.policy.excluded != "raw":
+        if repeated and self.policy.excluded == "bf16":
             self.rounds_excluded = False
             self.notices.add("excluded", NOT_ROUNDED)
 
@@ -358,18 +370,36 @@ class Communicator:
     # Parts
 
     def _call(
-        self, dimension: str, route: Route, dtype: torch.dtype, metrics: CommMetrics, bucket: Bucket | None
+        self,
+        collective: Collective,
+        dimension: str,
+        route: Route,
+        metrics: CommMetrics,
+        bucket: Bucket | None,
     ) -> Call:
-        where = route.topology
+        where, dtype = route.topology, collective.dtype
         excluded_dtype = dtype
         if dimension == "dp" and self.rounds_excluded:
             excluded_dtype = self.policy.excluded_dtype(dtype)
-        last = route.gather[0] if where.between is None else route.gather[1]
+        # What comes after an exact section on a GPU runs when the caller waits. So there the last message alone has one.
+        codec = self._excluded_codec(collective)
+        early = codec if self.device.type == "cpu" else None
+        before_gather = early if collective.gathers else codec
+        hops = (early if where.between is not None else before_gather), before_gather, codec
         inside, between, gather = (
-            self.router.coder(spec, dtype, self.steps, excluded_dtype) for spec in (*route.scatter, last)
+            self.router.coder(spec, dtype, self.steps, excluded_dtype, excluded_codec)
+            for spec, excluded_codec in zip((*route.scatter, route.last_gather), hops, strict=True)
         )
         name = bucket.name if bucket is not None else f"{dimension}#{metrics.calls}"
-        return Call(where, Coders(inside, between), gather, metrics, f"{dimension}|{name}", self.key())
+        call = Call(where, Coders(inside, between), gather, metrics, f"{dimension}|{name}", self.key())
+        call.overflows = self._overflows
+        return call
+
+    def _excluded_codec(self, collective: Collective) -> Exact | None:
+        ranges = isinstance(collective, Sharded) and collective.uncompressed_ranges
+        return (
+            Exact() if ranges and self.policy.excluded == EXACT_CODEC and not self.router.captures else None
+        )
 
     def _feedback_of(self, dimension: str) -> Feedback | None:
         if self.feedback is None or dimension != "dp":
@@ -385,19 +415,28 @@ class Communicator:
 class _RouteTrials:
     """Calls that the router compares: their results, metrics and residuals are dropped."""
 
-    def __init__(self, comm: Communicator, dimension: str, dtype: torch.dtype) -> None:
+    def __init__(self, comm: Communicator, dimension: str, collective: Collective) -> None:
         self._comm = comm
         self._dimension = dimension
-        self._dtype = dtype
+        self._collective = collective
         has_feedback = comm.feedback is not None and dimension == "dp"
         self._feedback = Feedback(comm.policy.feedback) if has_feedback else None
 
     def call(self, route: Route) -> Call:
-        return self._comm._call(self._dimension, route, self._dtype, CommMetrics(), Bucket("probe"))
+        return self._comm._call(self._collective, self._dimension, route, CommMetrics(), Bucket("probe"))
 
     def run(self, sample: Sharded, route: Route) -> None:
         comm, call = self._comm, self.call(route)
         call.feedback = self._feedback
+        if comm._overflows is not None:
+            call.kind = (
+                route.topology.group.group_name,
+                "probe",
+                self._dimension,
+                sample.name,
+                sample.nbytes,
+            )
+            call.number = comm._overflows.number(call.kind)
         steps = sample.steps(call, comm.policy.chunk)
         CompressedWork(steps, call.metrics, comm.meter, comm._streams.of(self._dimension)).wait()
 

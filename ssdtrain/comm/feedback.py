@@ -71,7 +71,7 @@ class Feedback:
         corrected = piece._replace(values=self.corrected(name, piece.values))
         coder.encode(corrected, out, key)
         decoded = torch.empty_like(corrected.values)
-        coder.decode(out, piece._replace(values=decoded))
+        coder.decode(out, piece._replace(values=decoded), known=coder.known_sections(corrected))
         size = corrected.values.norm() if measured else None
         lost = corrected.values.sub_(decoded)
         error = lost.norm() / size if size is not None else None

@@ -30,6 +30,8 @@ class CommMetrics(MetricSet):
     """Time from start to end of compressed calls on the communication stream."""
     compressed: int = counter(Unit.COUNT)
     """Calls that were compressed."""
+    overflows: int = counter(Unit.COUNT)
+    """Sections of exact payloads sent from this rank that did not fit, whose elements followed uncompressed."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Reason -> calls that went uncompressed."""
     dimension: str = field(default="", compare=False)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ssdtrain.comm.meter import CommMetrics
-from ssdtrain.comm.policy import Policy, codec_of
+from ssdtrain.comm.policy import EXACT_CODEC, Policy, bits_of, codec_of
 from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS
 
@@ -18,6 +18,8 @@ logger = logging.getLogger("ssdtrain")
 
 # Ranks exchange messages at the ends of the first steps, then of one in this many.
 EXCHANGE_INTERVAL = 50
+ORDER_OF_SUMS = "an exact sum of more than two ranks, whose order is the framework's"
+"""Reason of calls that go uncompressed, of which a preset gives no warning: all such jobs have them."""
 # Share of the plain bytes from which on a job is told at start how few it saves.
 MUCH = 0.9
 
@@ -73,6 +75,8 @@ def add_inactive(notices: Notices, policy: Policy, metrics: Mapping[str, CommMet
         none = f"comm compressed nothing in the first {FIRST_STEPS} steps: none of its messages was sent between ranks"
         notices.add("inactive", none, unanimous=True)
     for dimension, counted in metrics.items():
+        if dimension not in policy.configured and set(counted.fallbacks) == {ORDER_OF_SUMS}:
+            continue
         if counted.calls and not counted.compressed and not policy.rules[dimension].off:
             reasons = ", ".join(f"{reason} ({count})" for reason, count in counted.fallbacks.items())
             inactive = f"comm.{dimension} compressed nothing in the first {FIRST_STEPS} steps: {reasons}"
@@ -121,8 +125,12 @@ def few_bytes_saved(
         else:
             of_gradients = rounds_excluded and dimension in ("dp", "dp_gather")
             excluded_dtype = policy.excluded_dtype(dtype) if of_gradients else dtype
-            sent += excluded * excluded_dtype.itemsize + coded * codec_of(spec).bits_per_value / 8
-            if 2 * excluded > coded:
+            exact = policy.excluded == EXACT_CODEC
+            excluded_bits = bits_of(EXACT_CODEC, dtype) if exact else 8 * excluded_dtype.itemsize
+            if codec_of(spec).lossless:
+                excluded_bits = bits_of(spec, dtype)
+            sent += (excluded * excluded_bits + coded * bits_of(spec, dtype)) / 8
+            if 2 * excluded > coded and not codec_of(spec).lossless:
                 remedy = 'exclude less of it ("exclude": ["norm", "bias"] compresses embeddings)'
                 if excluded_dtype == torch.float32 and of_gradients:
                     remedy += ', or set "excluded": "bf16"'

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 
 import torch
 
-from ssdtrain.codecs import FORMAT_VERSION, Codec, FixedSizeCodec, make_codec
+from ssdtrain.codecs import FORMAT_VERSION, FixedSizeCodec, make_fixed_size_codec
 from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, ConfigIssue
 from ssdtrain.config.codecs import OFF, split_rule
-from ssdtrain.config.comm import FEEDBACK, FRAMED, PRESETS
-from ssdtrain.ranks import global_rank
-
-logger = logging.getLogger("ssdtrain")
+from ssdtrain.config.comm import EXCLUDED_OF_PRESETS, FEEDBACK, PRESETS
 
 WARMUP_CODEC = "int8"
+EXACT_CODEC = "exact"
 
 DEVICE_CHUNK = 32 << 20
 """Bytes of a piece on a GPU, at least."""
@@ -38,6 +35,11 @@ class Rule:
     def off(self) -> bool:
         return self.inside == self.between == OFF
 
+    @property
+    def exact(self) -> bool:
+        """Whether no bit of what is sent changes."""
+        return all(spec == OFF or codec_of(spec).lossless for spec in (self.inside, self.between))
+
 
 @dataclass(frozen=True)
 class Policy:
@@ -46,7 +48,7 @@ class Policy:
     rules: dict[str, Rule]
     exclude: tuple[str, ...]
     excluded: str
-    """How gradients of excluded parameters are sent: "raw" or "bf16"."""
+    """How excluded parameters are sent: "raw" or "exact", or "bf16", which rounds their gradients."""
     feedback: str
     warmup_steps: int
     adapt: float | None
@@ -68,7 +70,7 @@ class Policy:
         rules = {}
         for dimension in DIMENSIONS:
             text = getattr(config, dimension) or preset.get(dimension, OFF)
-            inside, between, min_bytes = split_rule(text, framed=dimension in FRAMED)
+            inside, between, min_bytes = split_rule(text)
             rules[dimension] = Rule(inside, between, config.min_bytes if min_bytes is None else min_bytes)
         feedback = config.feedback or FEEDBACK.get(config.preset or "", OFF)
         if config.adapt is not None and feedback == OFF:
@@ -78,7 +80,7 @@ class Policy:
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),
-            excluded=config.excluded,
+            excluded=config.excluded or EXCLUDED_OF_PRESETS.get(config.preset or "", "raw"),
             feedback=feedback,
             warmup_steps=config.warmup_steps,
             adapt=config.adapt,
@@ -89,37 +91,10 @@ class Policy:
             configured=tuple(name for name in DIMENSIONS if getattr(config, name) not in (None, OFF)),
         )
 
-    def for_device(self, device: torch.device, path: str = "ssdtrain.comm") -> Policy:
+    def for_device(self, device: torch.device) -> Policy:
         """Return the policy as `device` can follow it: on a GPU pieces are larger, because launching small ones takes longer than
-        coding them, and codecs whose payload has no fixed size are off: they work in host memory.
-
-        Raises:
-            ConfigError: the config gives a dimension such a codec by name, and `device` is a GPU.
-        """
-        if device.type != "cuda":
-            return self
-        on_host = [
-            name
-            for name, rule in self.rules.items()
-            if not all(map(_has_fixed_size, (rule.inside, rule.between)))
-        ]
-        allowed = 'a codec that runs on a GPU, as "zfp:rate=16" or "int8", or "off"'
-        why = "works in host memory only, and the tensors of this job are on a GPU"
-        if named := [name for name in on_host if name in self.configured]:
-            rules = {name: self.rules[name] for name in named}
-            codecs = {name: f"{rule.inside}/{rule.between}" for name, rule in rules.items()}
-            raise ConfigError(
-                [ConfigIssue(f"{path}.{name}", each, why, allowed) for name, each in codecs.items()]
-            )
-        if on_host and global_rank() == 0:
-            logger.warning(
-                "comm.preset: %s stay uncompressed: the preset's codec for them %s", ", ".join(on_host), why
-            )
-        rules = {
-            name: replace(rule, inside=OFF, between=OFF) if name in on_host else rule
-            for name, rule in self.rules.items()
-        }
-        return replace(self, rules=rules, chunk=max(self.chunk, DEVICE_CHUNK))
+        coding them."""
+        return self if device.type != "cuda" else replace(self, chunk=max(self.chunk, DEVICE_CHUNK))
 
     def digest(self) -> str:
         """Return a hash that is equal on two ranks if they encode and decode messages in the same way."""
@@ -137,10 +112,12 @@ class Policy:
         if spec == OFF:
             return None
         codec = codec_of(spec)
-        if step < self.warmup_steps and codec.bits_per_value < 8:
-            codec = codec_of(WARMUP_CODEC)
-        assert isinstance(codec, FixedSizeCodec), spec
-        return codec
+        return codec_of(WARMUP_CODEC) if step < self.warmup_steps and codec.bits_per_value < 8 else codec
+
+    @property
+    def may_overflow(self) -> bool:
+        """Whether payloads of some messages may overflow (see `overflow`)."""
+        return self.excluded == EXACT_CODEC or any(codec_of(spec).may_overflow for spec in self.specs(0))
 
     def excluded_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype in which excluded gradients of `dtype` are sent."""
@@ -148,14 +125,16 @@ class Policy:
 
     def is_identity(self, spec: str, dtype: torch.dtype) -> bool:
         """Return whether `spec` has no fewer bits than `dtype`; sums are then left to the framework."""
-        return spec in (OFF, "raw") or codec_of(spec).bits_per_value >= 8 * dtype.itemsize
+        return spec in (OFF, "raw") or bits_of(spec, dtype) >= 8 * dtype.itemsize
 
 
-def _has_fixed_size(spec: str) -> bool:
-    return spec == OFF or isinstance(codec_of(spec), FixedSizeCodec)
+def bits_of(spec: str, dtype: torch.dtype) -> float:
+    """Return the bits per value of a large tensor of `dtype`."""
+    codec = codec_of(spec)
+    return 8 * codec.payload_bytes(1 << 20, dtype) / (1 << 20) if codec.lossless else codec.bits_per_value
 
 
 @lru_cache(maxsize=256)
-def codec_of(spec: str) -> Codec:
+def codec_of(spec: str) -> FixedSizeCodec:
     """Make the codec of `spec` once: codecs are immutable."""
-    return make_codec(spec)
+    return make_fixed_size_codec(spec)

@@ -10,13 +10,14 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from ssdtrain.codecs.exact import Exact
 from ssdtrain.comm import probe
 from ssdtrain.comm.adaptation import AdaptiveBitWidth
 from ssdtrain.comm.algorithms import Call
-from ssdtrain.comm.coding import Coder
+from ssdtrain.comm.coding import SECTION, Coder
 from ssdtrain.comm.collectives import Collective, Sharded
 from ssdtrain.comm.meter import Meter
-from ssdtrain.comm.notices import Notices
+from ssdtrain.comm.notices import ORDER_OF_SUMS, Notices
 from ssdtrain.comm.policy import OFF, WARMUP_CODEC, Policy, Rule, codec_of
 from ssdtrain.comm.topology import Topology, check_two_hop, find_topology
 from ssdtrain.device.runtime import made_current
@@ -32,8 +33,19 @@ NOTHING_SAVED = "the codec has no fewer bits than the tensor"
 NO_FEWER_BYTES = "compressed, it would be no smaller"
 IN_FULL = "the first gather of a bucket, in full"
 CHANGED = "weights changed since their last gather, in full"
+OVERFLOWED = "the codec exact did not fit lately"
+CAPTURED = "in a CUDA graph, where the host cannot read whether the codec exact fits"
 # Reasons that follow from the config or from sizes: counted, without a warning.
-EXPECTED_REASONS = (OFF_EVERYWHERE, OFF_INSIDE, TOO_SMALL, NOTHING_SAVED, NO_FEWER_BYTES, IN_FULL, CHANGED)
+EXPECTED_REASONS = (
+    OFF_EVERYWHERE,
+    OFF_INSIDE,
+    TOO_SMALL,
+    NOTHING_SAVED,
+    NO_FEWER_BYTES,
+    IN_FULL,
+    CHANGED,
+    ORDER_OF_SUMS,
+)
 
 Specs = tuple[str, str]
 """Codecs inside a node and between nodes."""
@@ -48,6 +60,11 @@ class Route:
     """Codecs of a reduce-scatter, an all-to-all, or the first half of an all-reduce."""
     gather: Specs
     """Codecs of an all-gather, or the second half of an all-reduce."""
+
+    @property
+    def last_gather(self) -> str:
+        """The codec of an all-gather: a payload takes both hops as it is."""
+        return self.gather[0] if self.topology.between is None else self.gather[1]
 
     @property
     def specs(self) -> tuple[str, ...]:
@@ -199,10 +216,23 @@ class Router:
                 reason = OFF_INSIDE
             elif collective.scatters and self.is_identity(route, collective.dtype):
                 reason = NOTHING_SAVED
+            elif collective.scatters and self._is_exact(route) and not _has_one_order(collective.op, ranks):
+                reason = ORDER_OF_SUMS
+            elif self.captures and any(codec_of(spec).may_overflow for spec in route.specs if spec != OFF):
+                reason = CAPTURED
             else:
                 return route
         self.count_fallback(dimensions[0], reason, collective.raw_bytes(ranks))
         return None
+
+    @property
+    def captures(self) -> bool:
+        """Whether the current stream of the device captures a graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    def _is_exact(self, route: Route) -> bool:
+        """Return whether no codec of `route` loses anything."""
+        return all(spec == OFF or codec_of(spec).lossless for spec in route.specs)
 
     def is_identity(self, route: Route, dtype: torch.dtype) -> bool:
         """Return whether no codec of `route` has fewer bits than `dtype`."""
@@ -214,10 +244,19 @@ class Router:
             text = f"comm.{dimension}: some messages go uncompressed: {reason}"
             self.notices.add(f"{dimension}: {reason}", text)
 
-    def coder(self, spec: str, dtype: torch.dtype, step: int, excluded_dtype: torch.dtype) -> Coder:
+    def coder(
+        self,
+        spec: str,
+        dtype: torch.dtype,
+        step: int,
+        excluded_dtype: torch.dtype,
+        excluded_codec: Exact | None,
+    ) -> Coder:
         """Return the coder of `spec` for tensors of `dtype` in this step."""
         codec = None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step)
-        return Coder(codec, dtype, excluded_dtype)
+        lossy = codec is not None and not codec.lossless
+        section = SECTION.get(self.device.type, SECTION["cuda"])
+        return Coder(codec, dtype, excluded_dtype, excluded_codec if lossy else None, section)
 
     def with_more_bits(self, route: Route) -> Route | None:
         """Return `route` with int8 wherever it has fewer bits; None where it has none."""
@@ -286,6 +325,11 @@ class Router:
             f"such messages go {instead} (comm.probe: false would compress them all the same)"
         )
         self.notices.add(f"{dimension}, {collective.name}, {instead}", text)
+
+
+def _has_one_order(op: object, ranks: int) -> bool:
+    """Return whether a reduction has the same bits in any order."""
+    return ranks == 2 and op_name(op) == "SUM"
 
 
 def _at_least_8_bits(spec: str) -> str:

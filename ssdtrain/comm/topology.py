@@ -59,6 +59,11 @@ class Topology:
     def size(self) -> int:
         return len(self.nodes)
 
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global rank of each group rank."""
+        return tuple(dist.get_process_group_ranks(self.group))
+
     @property
     def rank(self) -> int:
         return self.grid[self.node][self.place]

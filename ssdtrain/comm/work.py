@@ -4,7 +4,8 @@ Note: [Steps]
     An algorithm is a generator that yields each message it has to wait for and goes on when it has come. On a CPU its first
     part, up to the first wait, runs when the collective is issued, and the rest when the caller waits: no thread, so that all
     ranks issue their messages in the order of the program. On a GPU all of it is issued at once, on the communication stream,
-    where a wait is one of the stream and not of the host.
+    where a wait is one of the stream and not of the host; except for what comes after flags that the host has to read (see
+    `overflow`), which runs when the caller waits.
 
 Note: [Waits in any order]
     Later messages of a collective are issued by a wait, and ranks may wait in other orders: messages of two collectives on one
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ssdtrain.comm.meter import CommMetrics, Meter
+from ssdtrain.comm.overflow import Followed
 
 MessageSteps = Generator[Any, None, None]
 """Yields what has a `wait()`."""
@@ -67,8 +69,8 @@ class UnderWay:
                 line[-1].wait()
 
 
-class CompressedWork:
-    """A collective under way; what `async_op=True` returns. It has the one method of torch's Work that frameworks call."""
+class CompressedWork(dist.Work):
+    """A collective under way; what `async_op=True` returns. Of torch's Work it has the one method that frameworks call."""
 
     __slots__ = (
         "_after",
@@ -78,7 +80,9 @@ class CompressedWork:
         "_event",
         "_keep_alive",
         "_line",
+        "_meter",
         "_metrics",
+        "_stream",
         "_waiting",
     )
 
@@ -102,6 +106,7 @@ class CompressedWork:
             line: what is under way on the same group, in the order of issue; see Note: [Waits in any order]. None: waited for at
                 once.
         """
+        super().__init__()
         self._metrics = metrics
         self._waiting: deque[tuple[MessageSteps, Any]] = deque()
         self._done = False
@@ -111,21 +116,35 @@ class CompressedWork:
         self._device = stream.device if stream is not None else None
         self._keep_alive = tuple(keep_alive)
         self._after = after
-        on_stream: AbstractContextManager[Any] = nullcontext()
+        self._stream = stream
+        self._meter = meter
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
-            on_stream = torch.cuda.stream(stream)
-        with on_stream:
-            begun = _mark(stream)
+        with self._on(stream):
             for messages in steps:
                 self._advance(messages)
             if stream is not None:
-                self._finish()
-                self._event = _mark(stream)
-            if stream is not None and not torch.cuda.is_current_stream_capturing():  # else it cannot be asked
-                meter.add_device_seconds(metrics, _elapsed(begun, self._event))
+                self._finish(blocks_host=False)
         if not self._done:
             self._line.append(self)
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+        """Work inside is issued on `stream`, where there is one, and timed there."""
+        if stream is None:
+            yield
+            return
+        with torch.cuda.stream(stream):
+            begun = _mark(stream)
+            yield
+            self._event = _mark(stream)
+            if not torch.cuda.is_current_stream_capturing():  # else it cannot be asked
+                self._meter.add_device_seconds(self._metrics, _elapsed(begun, self._event))
+
+    @property
+    def done(self) -> bool:
+        """Whether nothing of it is left to do on the host."""
+        return self._done
 
     def _advance(self, steps: MessageSteps) -> None:
         begun = time.perf_counter()
@@ -134,13 +153,21 @@ class CompressedWork:
         if message is not None:
             self._waiting.append((steps, message))
 
-    def _finish(self) -> None:
+    def _finish(self, blocks_host: bool = True) -> None:
+        """Args: blocks_host: also wait for what blocks the host on a GPU, and for what comes after it."""
+        held: deque[tuple[MessageSteps, Any]] = deque()
         while self._waiting:
             steps, message = self._waiting.popleft()
+            if not blocks_host and isinstance(message, Followed) and message.blocks_host:
+                held.append((steps, message))
+                continue
             begun = time.perf_counter()
             message.wait()
             self._metrics.count_wait(begun)
             self._advance(steps)
+        self._waiting = held
+        if held:
+            return
         if self._after is not None:
             self._after()
             self._after = None
@@ -148,7 +175,16 @@ class CompressedWork:
 
     def _complete(self) -> None:
         try:
-            self._finish()
+            if self._stream is None:
+                self._finish()
+            else:
+                # What is left reads what was issued on the communication stream for this work, and not for later ones.
+                current = torch.cuda.current_stream(self._device)
+                assert self._event is not None
+                current.wait_event(self._event)
+                with self._on(current):
+                    self._finish()
+                self._stream.wait_stream(current)
         except BaseException as error:
             self._error = error
             for later in self._line:
@@ -157,7 +193,7 @@ class CompressedWork:
             raise
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait for the result; on a GPU the current stream waits, not the host.
+        """Wait for the result; on a GPU the current stream waits, and the host where it reads flags of exact payloads.
 
         Raises:
             RuntimeError: a peer is gone or a message timed out, as the process group reports it. So does every later wait, of
@@ -185,6 +221,11 @@ class ChainedWork:
         self._then = then
         self._keep_alive = tuple(keep_alive)
         self._error: BaseException | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it has been waited for."""
+        return self._work is None and self._then is None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait as torch's handle does; what was sent is kept until here. After an error, each further call raises it too."""

@@ -176,23 +176,20 @@ RULE_ALLOWED = (
     f'a codec ({", ".join(name for name, kind in CODEC_KINDS.items() if kind.floats and kind.fixed_size)}), "off", '
     'or "inside/between" such as "off/int8", each with its parameters, and "@64KiB" behind any of them'
 )
-FRAMED_RULE_ALLOWED = RULE_ALLOWED.replace("), ", ", lossless), ", 1)
 
 
-def split_rule(rule: str, *, framed: bool) -> tuple[str, str, int | None]:
+def split_rule(rule: str) -> tuple[str, str, int | None]:
     """Split a rule of the `comm` section.
 
     Args:
         rule: "int8", "off/int8@64KiB".
-        framed: messages of this traffic carry their size, so that payloads of variable size are allowed.
 
     Returns:
         (codec or "off" within a node, codec or "off" between nodes, minimum message size in bytes or None).
 
     Raises:
-        InvalidValue: a codec that is unknown or unsuitable for this traffic; no size after the @.
+        InvalidValue: a codec that is unknown or unsuitable for messages; no size after the @.
     """
-    allowed = FRAMED_RULE_ALLOWED if framed else RULE_ALLOWED
     body, at, size = rule.partition("@")
     inside, slash, between = (part.strip() for part in body.partition("/"))
     for text in (inside, between) if slash else (inside,):
@@ -203,17 +200,19 @@ def split_rule(rule: str, *, framed: bool) -> tuple[str, str, int | None]:
         except InvalidValue as error:
             why = error.why if text == rule else f"asks for {text[:40]!r}, which {error.why}"
             raise InvalidValue(
-                why, allowed if error.allowed.startswith("one of raw") else error.allowed
+                why, RULE_ALLOWED if error.allowed.startswith("one of raw") else error.allowed
             ) from None
         if not kind.floats:
-            raise InvalidValue(f"asks for {text}, which does not encode floating-point tensors", allowed)
-        if not kind.fixed_size and not framed:
-            why = f"asks for {text}, whose size depends on the data: only pipeline messages carry their size"
-            raise InvalidValue(why, allowed)
+            raise InvalidValue(f"asks for {text}, which does not encode floating-point tensors", RULE_ALLOWED)
+        if not kind.fixed_size:
+            why = (
+                f'asks for {text}, whose size depends on the data: "exact" restores every bit at a fixed size'
+            )
+            raise InvalidValue(why, RULE_ALLOWED)
     return inside, between if slash else inside, parse_size(size.strip()) if at else None
 
 
-def parse_rule(value: Any, *, framed: bool) -> str:
+def parse_rule(value: Any) -> str:
     """Validate a rule of the `comm` section with `split_rule`.
 
     Raises:
@@ -222,6 +221,6 @@ def parse_rule(value: Any, *, framed: bool) -> str:
     # YAML 1.1 reads a bare `off` as a boolean.
     text = OFF if value is False else value
     if not isinstance(text, str) or not text.strip():
-        raise InvalidValue("is not a codec", FRAMED_RULE_ALLOWED if framed else RULE_ALLOWED)
-    split_rule(text.strip(), framed=framed)
+        raise InvalidValue("is not a codec", RULE_ALLOWED)
+    split_rule(text.strip())
     return text.strip()

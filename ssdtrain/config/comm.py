@@ -10,13 +10,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from ssdtrain.config.kinds import CommRule, Fraction, FramedRule, Names, PositiveSize, Size, Switch
+from ssdtrain.config.kinds import CommRule, Fraction, Names, PositiveSize, Size, Switch
 from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.units import MiB
+
+DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
+"""Keys of `CommConfig` that hold codecs, one per kind of traffic."""
 
 _INT4 = "int4:block=128,hadamard"
 
 PRESETS: dict[str, dict[str, str]] = {
+    "exact": dict.fromkeys(DIMENSIONS, "exact"),
     "safe": {"dp": "int8", "dp_gather": "int8"},
     "balanced": {
         "dp": f"int8/{_INT4}",
@@ -46,12 +50,13 @@ PRESETS: dict[str, dict[str, str]] = {
         "zero_gather": "zfp:rate=16",
     },
     "paper-mzhybrid": {
+        **dict.fromkeys(DIMENSIONS, "exact"),
         "dp": "zfp:rate=8",
         "dp_gather": "zfp:rate=8",
-        "pp_forward": "lossless",
-        "pp_backward": "lossless",
     },
 }
+EXCLUDED_OF_PRESETS = {"balanced": "exact", "aggressive": "exact"}
+"""`excluded` of presets; of the others it is "raw"."""
 FEEDBACK = {"balanced": "int8", "aggressive": "int8"}
 """Error feedback of presets; the others have none."""
 
@@ -64,8 +69,10 @@ class CommConfig(Section):
     appended "@64KiB" is the dimension's own `min_bytes`. The default of a dimension is the preset's, or "off" without a preset.
     """
 
-    preset: Literal["safe", "balanced", "aggressive", "paper-zhybrid", "paper-mzhybrid"] | None = None
-    """Codecs for all dimensions. Default: none is compressed."""
+    preset: Literal["exact", "safe", "balanced", "aggressive", "paper-zhybrid", "paper-mzhybrid"] | None = (
+        None
+    )
+    """Codecs for all dimensions. With "exact" no bit changes. Default: none is compressed."""
 
     dp: CommRule | None = None
     """Gradients of data parallelism before summation: the reduce-scatter, or the first half of an all-reduce."""
@@ -76,10 +83,10 @@ class CommConfig(Section):
     tp: CommRule | None = None
     """Activations and their gradients between tensor-parallel ranks, including sequence parallelism."""
 
-    pp_forward: FramedRule | None = None
+    pp_forward: CommRule | None = None
     """Activations from one pipeline stage to the next. Integers, masks and scalars are never compressed."""
 
-    pp_backward: FramedRule | None = None
+    pp_backward: CommRule | None = None
     """Gradients of activations from one pipeline stage to the previous one."""
 
     ep: CommRule | None = None
@@ -96,10 +103,11 @@ class CommConfig(Section):
     """Parameters whose gradients and weights are not compressed: "norm", "bias" and "embedding" stand for these kinds of
     parameters, anything else is a pattern of parameter names such as "*.router.*"; "none" excludes nothing."""
 
-    excluded: Literal["raw", "bf16"] = "raw"
-    """How excluded gradients are sent: "raw" in their own dtype, or "bf16": those in float32 are rounded to bfloat16 before
-    they are summed, and their sums before they are gathered. Each rounding has a relative error of at most 2^-8, and zeros stay
-    zeros. Weights, and gradients that the framework itself sends in 16 bits, are not changed by it."""
+    excluded: Literal["raw", "exact", "bf16"] | None = None
+    """How excluded gradients and weights are sent beside compressed ones: "raw" in their own dtype, "exact": with the codec of
+    that name where it saves enough, which changes no bit, or "bf16": gradients in float32 are rounded to bfloat16 before they are
+    summed, and their sums before they are gathered. Each rounding has a relative error of at most 2^-8, and zeros stay zeros;
+    weights, and gradients that the framework itself sends in 16 bits, are not changed by it. Default: the preset's, or "raw"."""
 
     feedback: Literal["int8", "fp32", "off"] | None = None
     """Error feedback for gradients: the compression error is added to the next step's gradients, and stored in 8 or 32 bits per
@@ -137,10 +145,3 @@ class CommConfig(Section):
     def active(self) -> bool:
         """Whether any message may be compressed."""
         return self.preset is not None or any(getattr(self, name) not in (None, "off") for name in DIMENSIONS)
-
-
-DIMENSIONS = ("dp", "dp_gather", "tp", "pp_forward", "pp_backward", "ep", "zero_gather")
-"""Keys of `CommConfig` that hold codecs, one per kind of traffic."""
-
-FRAMED = ("pp_forward", "pp_backward")
-"""Members of `DIMENSIONS` whose messages carry their size, so that payloads of variable size are allowed."""

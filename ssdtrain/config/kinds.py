@@ -9,7 +9,6 @@ import re
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Le
@@ -191,8 +190,7 @@ def _ratio_text(text: str) -> Any:
 
 
 CODEC = ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec)
-RULE = ValueKind("codec", codecs.RULE_ALLOWED, partial(codecs.parse_rule, framed=False))
-FRAMED_RULE = ValueKind("codec", codecs.FRAMED_RULE_ALLOWED, partial(codecs.parse_rule, framed=True))
+RULE = ValueKind("codec", codecs.RULE_ALLOWED, codecs.parse_rule)
 FRACTION = ValueKind("fraction", FRACTION_ALLOWED, _fraction, text=float)
 POSITIVE = ValueKind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
 SLOWDOWN = ValueKind("number", SLOWDOWN_ALLOWED, _slowdown, text=float)
@@ -214,9 +212,7 @@ Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIR
 CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
 """Codec of saved tensors."""
 CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
-"""Codecs of collectives, which require payloads of known size."""
-FramedRule = Annotated[str, BeforeValidator(FRAMED_RULE.parse), FRAMED_RULE]
-"""Codecs of pipeline messages, which carry their size."""
+"""Codecs of messages between ranks, which require payloads of known size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
 Slowdown = Annotated[float, BeforeValidator(_slowdown), SLOWDOWN]
 Positive = Annotated[float, BeforeValidator(_positive), POSITIVE]

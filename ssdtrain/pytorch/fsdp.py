@@ -1,4 +1,7 @@
-"""Reduce-scatter and all-gather of FSDP2 (`fully_shard`)."""
+"""Reduce-scatter and all-gather of FSDP2 (`fully_shard`).
+
+Weights are gathered compressed by exact codecs only: FSDP2 keeps none after a step that differences could be taken from.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ REPLICAS = (
 )
 
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 BETWEEN_REPLICAS = "FSDP2 itself reduces gradients between replicas (HSDP)"
 
@@ -61,6 +65,24 @@ def _has_replicas(unit: Sequence[FSDPModule]) -> bool:
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]
     infos = [getattr(group, "mesh_info", None) for group in groups]
     return any(getattr(info, "replicate_mesh_dim", None) is not None for info in infos)
+
+
+class _UnitAllGather:
+    """Weights of the modules of one unit, in the dimension "zero_gather"."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> Any:
+        work = self._comm.all_gather(output_tensor, input_tensor, "zero_gather", group)
+        if work is None:
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+        return work  # FSDP2 waits for it where it needs the weights, also if it did not ask for a handle
 
 
 class _UnitReduceScatter:
@@ -160,7 +182,7 @@ def _chunk(size: int, parts: int, number: int) -> int:
 
 
 def attach(model: nn.Module, comm: Communicator, before: Callable[[], object]) -> None:
-    """Compress the gradients of every FSDP module in `model`, for as long as it lives.
+    """Compress the gradients and weights of every FSDP module in `model`, for as long as it lives.
 
     Args:
         before: called before the gradients of each module are reduced. Where the loop ends no steps of `comm`, it does.
@@ -184,3 +206,7 @@ def attach(model: nn.Module, comm: Communicator, before: Callable[[], object]) -
         # What it takes is a protocol; its class is in a private module of torch.
         replacement: Any = _UnitReduceScatter(unit, f"fsdp-{name}", comm, exact, before)
         unit[0].set_custom_reduce_scatter(replacement)
+        weights = comm.policy.rules["zero_gather"]
+        if weights.exact and not weights.off:
+            gathering: Any = _UnitAllGather(comm)
+            unit[0].set_custom_all_gather(gathering)

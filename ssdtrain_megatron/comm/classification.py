@@ -65,6 +65,8 @@ class Classification:
                 ).dtype
                 if bucket.param_data is not None:
                     why = _reason_against_delta(bucket.param_data, params_are_master)
+                    if comm.policy.rules["zero_gather"].exact:
+                        why = None  # nothing is rounded
                     weights = Traffic(comm, "zero_gather", known, delta=True, uncompressed=why)
                     self._add(bucket.param_data, weights)
         if _compat_comm.data_parallel_size() > 1:

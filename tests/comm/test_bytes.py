@@ -18,7 +18,9 @@ from tests.support.ranks import on_ranks
 from tests.support.tiers import tiered
 
 CASES = 30
-SPECS = ("int8", "int4:hadamard", "bf16", "off/int8", "int8/int4", "zfp:rate=16", "raw", "int8/off")
+SPECS = ("int8", "int4:hadamard", "bf16", "off/int8", "int8/int4", "zfp:rate=16", "raw", "int8/off", "exact")
+WAYS = (*((spec, "raw") for spec in SPECS), ("int8", "exact"), ("off/int4", "exact"))
+"""Codecs, and how excluded elements are sent."""
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -110,8 +112,9 @@ def one_case(comm: Communicator, number: int, rank: int) -> None:
 
 def cases(rank: int, seed: int) -> int:
     compressed = 0
-    for spec in SPECS:
-        comm = make(**{name: spec for name in ("dp", "dp_gather", "zero_gather", "ep")}, chunk="16KiB")
+    for spec, how in WAYS:
+        codecs = dict.fromkeys(("dp", "dp_gather", "zero_gather", "ep"), spec)
+        comm = make(**codecs, chunk="16KiB", excluded=how)
         for number in range(seed, seed + CASES):
             before, sent = comm.metrics(), [0, 0]
             with handed_over(sent):

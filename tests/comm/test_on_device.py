@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from ssdtrain.codecs import kernels, make_fixed_size_codec
 from ssdtrain.codecs.base import Pieces
-from ssdtrain.comm import policy as policies
 from ssdtrain.comm import probe, topology
 from ssdtrain.comm.algorithms import Call, Coders
 from ssdtrain.comm.coding import Coder, TensorPiece
@@ -21,7 +20,7 @@ from ssdtrain.comm.notices import Notices
 from ssdtrain.comm.policy import DEVICE_CHUNK, Policy
 from ssdtrain.comm.routing import Router
 from ssdtrain.comm.work import CompressedWork
-from ssdtrain.config import CommConfig, ConfigError
+from ssdtrain.config import CommConfig
 from ssdtrain.planner.agreement import Agreement
 from tests.codecs.common import KEY
 
@@ -51,26 +50,6 @@ def test_without_a_triton_that_starts_codecs_run_in_plain_torch(
     finally:
         kernels._triton_available.cache_clear()
     assert "Failed to find C compiler" in caplog.text
-
-
-def test_a_codec_of_host_memory_is_an_error_at_start_where_it_is_named() -> None:
-    policy = Policy.from_config(CommConfig(pp_forward="lossless"))
-    assert policy.for_device(torch.device("cpu")) is policy
-    with pytest.raises(ConfigError, match=r"ssdtrain\.comm\.pp_forward.*host memory only"):
-        policy.for_device(CUDA)
-
-
-def test_a_preset_leaves_out_on_a_gpu_what_works_in_host_memory_and_says_so_once(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    policy = Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
-    assert policy.rules["pp_forward"].off and policy.rules["pp_backward"].off
-    assert policy.rules["dp"].inside == "zfp:rate=8"
-    assert "pp_forward, pp_backward stay uncompressed" in caplog.text
-    caplog.clear()
-    monkeypatch.setattr(policies, "global_rank", lambda: 1)
-    Policy.from_config(CommConfig(preset="paper-mzhybrid")).for_device(CUDA)
-    assert not caplog.text
 
 
 def test_ranks_exchange_objects_on_their_own_device(monkeypatch: pytest.MonkeyPatch) -> None:

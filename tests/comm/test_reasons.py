@@ -48,6 +48,22 @@ def test_a_dimension_that_is_configured_by_name_and_not_there_is_told() -> None:
     assert text.startswith("comm.tp is configured, and nothing of it was sent") and others == []
 
 
+def exact_sums(rank: int, comm: dict[str, Any]) -> list[str]:
+    said = heard_warnings()
+    communicator = make(**comm)
+    for _ in range(3):
+        assert communicator.all_reduce(values(rank, 5000), "dp") is None
+        communicator.all_gather(torch.empty(15000), values(rank, 5000), "zero_gather").wait()
+        communicator.step_end()
+    return said
+
+
+def test_sums_that_a_preset_leaves_to_the_framework_are_told_only_if_named() -> None:
+    assert on_ranks(3, exact_sums, {"preset": "exact"}) == [[], [], []]
+    (text,), *_ = on_ranks(3, exact_sums, {"dp": "exact", "dp_gather": "exact", "zero_gather": "exact"})
+    assert text.startswith("comm.dp compressed nothing in the first 3 steps: an exact sum of more than two")
+
+
 def skipping(rank: int, skipped: int) -> list[str]:
     """Weights are gathered after a step, and not where it was skipped, as by the loss scale of float16 in the first ones."""
     said = heard_warnings()
@@ -92,14 +108,22 @@ IN_BF16 = {"dp": torch.bfloat16, "zero_gather": torch.bfloat16}
     [
         ({"preset": "balanced"}, [(4 * MIB, True), (4 * MIB, False)], GRADIENTS, None, ""),
         (
-            {"preset": "balanced"},
+            {"preset": "balanced", "excluded": "raw"},
             [(19 * MIB, True), (MIB, False)],
             GRADIENTS,
             0.96,
             '"excluded": "bf16"',
         ),
         ({"preset": "balanced", "excluded": "bf16"}, [(19 * MIB, True), (MIB, False)], GRADIENTS, None, ""),
-        ({"preset": "balanced"}, [(19 * MIB, True), (MIB, False)], IN_BF16, 0.98, '"norm", "bias"'),
+        (
+            {"preset": "balanced", "excluded": "raw"},
+            [(19 * MIB, True), (MIB, False)],
+            IN_BF16,
+            0.98,
+            '"norm", "bias"',
+        ),
+        ({"preset": "balanced"}, [(19 * MIB, True), (MIB, False)], IN_BF16, None, ""),
+        ({"preset": "exact"}, [(19 * MIB, True), (MIB, False)], GRADIENTS, None, ""),
         ({"preset": "balanced"}, [(1000, False)], GRADIENTS, 1.0, "min_bytes"),
         ({"dp": "bf16"}, [(4 * MIB, False)], IN_BF16, 1.0, "comm.dp is bf16.*comm.zero_gather is off"),
     ],
@@ -121,7 +145,7 @@ def test_a_job_that_saves_few_bytes_is_told_at_start_what_to_change(
 def with_a_large_table(rank: int) -> list[str]:
     said = heard_warnings()
     model = DistributedDataParallel(nn.Sequential(nn.Embedding(16384, 64), nn.Linear(64, 8)))
-    ssdtrain.attach(model, {"comm": {"preset": "balanced"}}).close()
+    ssdtrain.attach(model, {"comm": {"preset": "balanced", "excluded": "raw"}}).close()
     return said
 
 

@@ -1,6 +1,6 @@
 """The same training with and without the block, on real processes: losses and final parameters are equal to the bit, all that
-can be spilled is, and nothing is left. With compressed collectives the identity codec changes no bit, and a lossy one leaves
-replicas equal and sends less.
+can be spilled is, and nothing is left. With compressed collectives the exact codec changes no bit, and a lossy one leaves
+replicas equal; both send less.
 
 One file, because one worker of xdist runs a file, and the processes of these tests are started once.
 """
@@ -110,15 +110,18 @@ def replicas(row: Row, results: list[dict]) -> list[list[dict]]:
 
 
 @pytest.mark.parametrize("row", parameters(SEVERAL))
-def test_the_identity_codec_changes_no_bit(row: Row, results: Results) -> None:
+def test_the_exact_codec_changes_no_bit_and_sends_less(row: Row, results: Results) -> None:
+    smaller = 0
     for result in results(row):
-        plain, identity = result["plain"], result["identity"]
-        assert identity["losses"] == plain["losses"]
-        assert identity["parameters"] == plain["parameters"]
-    if row.kind != "dualpipev":  # its messages are batched past every hook; a warning says so
-        assert any(
-            figures["calls"] for result in results(row) for figures in result["identity"]["comm"].values()
-        )
+        plain, exact = result["plain"], result["exact"]
+        assert exact["losses"] == plain["losses"]
+        assert exact["parameters"] == plain["parameters"]
+        for dimension, figures in exact["comm"].items():
+            smaller += figures["wire_bytes"] < figures["raw_bytes"]
+            # In this small model tensors of unlike size share blocks, and some gradients do not fit.
+            assert figures["wire_bytes"] <= figures["raw_bytes"] or figures["overflows"], dimension
+    # Messages of DualPipeV are batched past every hook, and float16 does not shrink.
+    assert smaller or row.kind == "dualpipev" or "fp16" in row.config
 
 
 @pytest.mark.parametrize("row", parameters(SEVERAL))

@@ -19,7 +19,6 @@ from deepspeed.utils import groups
 
 import ssdtrain
 import ssdtrain_ds
-from ssdtrain.config import DIMENSIONS
 from tests.deepspeed import models, pipelines
 from tests.deepspeed.counting import Counter
 from tests.deepspeed.rows import Row
@@ -40,12 +39,7 @@ BASE = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9
 
 SMALL = {"min_bytes": 0, "probe": False, "warmup_steps": 0}
 COMM: dict[str, dict[str, Any]] = {
-    "identity": {
-        **SMALL,
-        **dict.fromkeys(DIMENSIONS, "raw"),
-        "pp_forward": "lossless",
-        "pp_backward": "lossless",
-    },
+    "exact": {**SMALL, "preset": "exact"},
     "compressed": {
         **SMALL,
         "preset": "balanced",
@@ -57,15 +51,12 @@ COMM: dict[str, dict[str, Any]] = {
 }
 """Modes that change the collectives."""
 
-_ON_GPU = {"identity": {"pp_forward": "raw", "pp_backward": "raw"}}
-"""Codecs in place of those that work in host memory only."""
-
 
 def config_of(row: Row, directory: Path | None, mode: str = "offloaded") -> dict[str, Any]:
     """DeepSpeed's config of `row`; with the block if there is a directory."""
     config: dict[str, Any] = {**BASE, **row.config}
     if mode in COMM:
-        config["ssdtrain"] = {"comm": {**COMM[mode], **({} if _on_cpu() else _ON_GPU.get(mode, {}))}}
+        config["ssdtrain"] = {"comm": COMM[mode]}
         return config
     if directory is not None:
         config["ssdtrain"] = {

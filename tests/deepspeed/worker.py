@@ -15,7 +15,7 @@ import torch
 
 MODES = ("plain", "counted", "offloaded")
 RESUMED = ("resumed-without", "resumed-with")
-COMM = ("identity", "compressed")
+COMM = ("exact", "compressed")
 
 
 def main(directory: str, *names: str) -> None:

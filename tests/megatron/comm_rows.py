@@ -15,14 +15,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "raw": RAW,
     "all too small": {"preset": "balanced", "min_bytes": "1MiB"},
     "raw, offload": RAW,
-    "lossless": {"preset": "paper-mzhybrid", "dp": "off", "dp_gather": "off"},
+    "exact": {"preset": "exact"},
+    "mzhybrid": {"preset": "paper-mzhybrid", "dp": "off", "dp_gather": "off"},
     "safe": {"preset": "safe", "feedback": "int8"},
     "balanced": {"preset": "balanced"},
     "paper-zhybrid": {"preset": "paper-zhybrid", "feedback": "fp32"},
 }
 """By name: the comm section, beside what opens it to small messages."""
 
-EXACT = ("raw", "raw, offload", "lossless", "all too small")
+EXACT = ("raw", "raw, offload", "exact", "mzhybrid", "all too small")
 """Ways that change no bit."""
 
 
@@ -82,7 +83,7 @@ ROWS = [
     CommRow(Row("tp2", 2, tp=2), ("raw", "balanced"), ("tp",)),
     CommRow(
         Row("tp2 sp", 2, tp=2, options={"sequence_parallel": True}),
-        ("raw", "raw, offload", "balanced"),
+        ("raw", "raw, offload", "exact", "balanced"),
         ("tp",),
     ),
     CommRow(
@@ -95,17 +96,17 @@ ROWS = [
     ),
     CommRow(
         Row("pp2, deallocate", 2, pp=2, options=DEALLOCATE),
-        ("raw", "lossless", "balanced"),
+        ("raw", "exact", "balanced"),
         ("pp_forward", "pp_backward"),
     ),
     CommRow(
         Row("pp2 vp2, deallocate", 2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
-        ("raw", "lossless", "balanced"),
+        ("raw", "exact", "balanced"),
         ("pp_forward", "pp_backward"),
     ),
     CommRow(
         Row("pp2 vp2, deallocate, more ways", 2, pp=2, vp=2, options={**INTERLEAVED, **DEALLOCATE}),
-        ("raw, offload", "all too small", "paper-zhybrid"),
+        ("raw, offload", "all too small", "mzhybrid", "paper-zhybrid"),
         ("pp_forward", "pp_backward"),
     ),
     CommRow(
@@ -115,7 +116,7 @@ ROWS = [
             pp=2,
             options={"variable_seq_lengths": True, "moe_token_dispatcher_type": "alltoall"},
         ),
-        ("lossless", "balanced"),
+        ("exact", "balanced"),
         ("pp_forward", "pp_backward"),
     ),
     CommRow(Row("dp2", 2), ("raw", "balanced"), ("dp",), steps=5),
@@ -134,13 +135,13 @@ ROWS = [
     ),
     CommRow(
         Row("dp2, distributed optimizer", 2, ddp={"use_distributed_optimizer": True}),
-        ("raw", "safe"),
+        ("raw", "exact", "safe"),
         ("dp", "zero_gather"),
         steps=5,
     ),
     CommRow(
         Row("dp2, distributed optimizer, bf16", 2, bf16=True, ddp={"use_distributed_optimizer": True}),
-        ("raw", "balanced"),
+        ("raw", "exact", "balanced"),
         ("dp", "zero_gather"),
         steps=5,
     ),
@@ -151,7 +152,7 @@ ROWS = [
             bf16=True,
             ddp={**OVERLAP, "bucket_size": 20_000},
         ),
-        ("raw, offload", "balanced"),
+        ("raw, offload", "exact", "balanced"),
         ("dp", "zero_gather"),
         steps=5,
     ),
@@ -166,7 +167,11 @@ ROWS = [
         ("dp", "zero_gather"),
         steps=5,
     ),
-    CommRow(Row("moe ep2", 2, ep=2, model="moe", options=MOE), ("all too small", "balanced"), ("ep", "dp")),
+    CommRow(
+        Row("moe ep2", 2, ep=2, model="moe", options=MOE),
+        ("all too small", "exact", "balanced"),
+        ("ep", "dp"),
+    ),
     CommRow(
         Row("moe ep2, more ways", 2, ep=2, model="moe", options=MOE),
         ("raw", "paper-zhybrid"),
@@ -184,6 +189,20 @@ ROWS = [
         ("dp", "zero_gather"),
     ),
     CommRow(Row("tp2 pp2", 4, tp=2, pp=2), ("raw", "balanced"), ("tp", "pp_forward", "pp_backward")),
+    CommRow(
+        Row(
+            "tp2 sp pp2 ep2, bf16",
+            4,
+            tp=2,
+            pp=2,
+            ep=2,
+            model="moe",
+            bf16=True,
+            options={**MOE, "sequence_parallel": True},
+        ),
+        ("exact",),
+        ("tp", "pp_forward", "pp_backward", "ep"),
+    ),
     CommRow(
         Row(
             "tp2 sp dp2, distributed optimizer, bf16",

@@ -55,6 +55,11 @@ class Row:
         return self.plan is not None and not self.tiers
 
     @property
+    def etp(self) -> int | None:
+        """Tensor parallelism of experts: where they are spread over ranks, each of them is on one."""
+        return 1 if self.ep > 1 else None
+
+    @property
     def dp(self) -> int:
         return self.world // (self.tp * self.pp * self.cp)
 

@@ -105,7 +105,8 @@ def test_fewer_bytes_are_sent_where_a_codec_has_fewer_bits(row: CommRow, way: st
     shrunk = 0
     for _, found in runs(row, way):
         for dimension, figures in found["figures"].items():
-            assert 0 <= figures["wire_bytes"] <= figures["raw_bytes"], dimension
+            # Elements of gradients that did not fit have followed.
+            assert 0 <= figures["wire_bytes"] <= figures["raw_bytes"] or figures["overflows"], dimension
             shrunk += figures["wire_bytes"] < figures["raw_bytes"]
     assert bool(shrunk) == (way not in ("raw", "raw, offload", "all too small"))
 
@@ -124,7 +125,7 @@ def test_what_several_ranks_hold_is_equal_to_the_bit(row: CommRow, way: str) -> 
 def test_residuals_are_kept_where_gradients_are_compressed(row: CommRow, way: str) -> None:
     for _, found in runs(row, way):
         gradients = found["figures"].get("dp", {"compressed": 0})
-        assert bool(found["residual_bytes"]) == bool(gradients["compressed"])
+        assert bool(found["residual_bytes"]) == bool(gradients["compressed"] and way not in EXACT)
 
 
 @every_way

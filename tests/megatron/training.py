@@ -57,6 +57,7 @@ def layout(row: Row) -> Iterator[None]:
         pipeline_model_parallel_size=row.pp,
         virtual_pipeline_model_parallel_size=row.vp,
         expert_model_parallel_size=row.ep,
+        expert_tensor_parallel_size=row.etp,
         context_parallel_size=row.cp,
     )
     try:
@@ -101,6 +102,7 @@ class Trainer:
                 "pipeline_model_parallel_size": row.pp,
                 "virtual_pipeline_model_parallel_size": row.vp,
                 "expert_model_parallel_size": row.ep,
+                "expert_tensor_parallel_size": row.etp,
                 "context_parallel_size": row.cp,
                 "pipeline_dtype": kind,
                 "params_dtype": kind,

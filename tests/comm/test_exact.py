@@ -1,0 +1,94 @@
+"""Exact messages: bit for bit what torch's own give, fewer bytes, and right where a payload does not fit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.comm import exact_ranks
+from tests.comm.exact_ranks import NO_ONE
+from tests.support.ranks import on_ranks
+from tests.support.tiers import tiered
+
+DTYPES = tiered([torch.bfloat16, torch.float32], quick=[torch.bfloat16])
+TWO_HOPS = ["a", "a", "b", "b"]
+SUMS = ("dp", "tp")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    tiered([(2, None), (3, None), (4, TWO_HOPS)], quick=[(2, None)]),
+    ids=["two", "three", "two hops"],
+)
+def test_every_message_is_that_of_torch_in_three_quarters_of_its_bytes(
+    ranks: int, nodes: list[str] | None, dtype: torch.dtype
+) -> None:
+    bound = {torch.bfloat16: 0.77, torch.float32: 0.885}[dtype]
+    for found in on_ranks(ranks, exact_ranks.every_collective, "cpu", dtype, NO_ONE, nodes=nodes):
+        assert found.keys() == {"zero_gather", "ep", "tp", "dp", "pp_forward"}
+        for dimension, (ratio, overflows) in found.items():
+            # The order of a sum of three is the framework's.
+            assert ratio == 1 if dimension in SUMS and ranks > 2 else ratio <= bound, dimension
+            assert overflows == 0
+
+
+@pytest.mark.parametrize("overflowing", [0, 1])
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    tiered([(2, None), (3, None), (4, TWO_HOPS)], quick=[(3, None)]),
+    ids=["two", "three", "two hops"],
+)
+def test_the_elements_of_a_rank_whose_payloads_do_not_fit_follow(
+    ranks: int, nodes: list[str] | None, overflowing: int
+) -> None:
+    """Also where the owner's part of a gather is its place in the result."""
+    results = on_ranks(ranks, exact_ranks.every_collective, "cpu", torch.bfloat16, overflowing, nodes=nodes)
+    for rank, found in enumerate(results):
+        for dimension, (_, overflows) in found.items():
+            plain = dimension in SUMS and ranks > 2
+            assert bool(overflows) == (rank == overflowing and not plain), (rank, dimension)
+
+
+@pytest.mark.parametrize("to", [1, 2])
+def test_a_payload_that_does_not_fit_concerns_its_receiver_alone(to: int) -> None:
+    """Between some ranks there is no payload, whose header could tell the others: too few rows, or none."""
+    assert on_ranks(3, exact_ranks.one_peer_only, "cpu", to) == [2, 0, 0]
+
+
+def test_a_few_elements_that_do_not_fit_cost_their_section_and_no_rest() -> None:
+    (none, ratio), (overflows, with_elements) = on_ranks(2, exact_ranks.one_section_only, "cpu")
+    assert (none, overflows) == (0, 20)
+    assert ratio < 0.756 and with_elements == pytest.approx(ratio + 1 / 20, abs=1e-4)
+
+
+def test_after_an_overflow_messages_of_its_kind_rest_on_both_ends() -> None:
+    coded, raw, both = 76, 100, 176
+    steady, overflowing = on_ranks(2, exact_ranks.rests, "cpu")
+    assert all(set(shares) == {coded} for shares in steady.values())
+    # Calls 0 and 1 overflow. Both ends act on that three calls later: for two calls, and for four from the second on.
+    expected = [both, both, coded, raw, raw, raw, raw, raw, *[coded] * 8]
+    assert overflowing == dict.fromkeys(("zero_gather", "ep", "pp_forward"), expected)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "nodes"),
+    tiered([(2, None), (3, None), (4, TWO_HOPS)], quick=[(2, None)]),
+    ids=["two", "three", "two hops"],
+)
+def test_excluded_elements_travel_exactly_in_fewer_bytes(ranks: int, nodes: list[str] | None) -> None:
+    results = on_ranks(ranks, exact_ranks.excluded, "cpu", NO_ONE, nodes=nodes)
+    for dimension in ("dp", "zero_gather"):
+        raw, exact = (sum(found[how][dimension] for found in results) for how in range(2))
+        assert exact < 0.93 * raw, dimension  # the first gather of weights is in full
+    assert [overflows for *_, overflows in results] == [0] * ranks
+
+
+def test_excluded_elements_that_do_not_fit_follow() -> None:
+    """Behind elements that are quantised, in both halves of a sum and in one message with those of other ranks that do fit."""
+    (*_, first), (*_, second), (*_, third) = on_ranks(3, exact_ranks.excluded, "cpu", 1)
+    assert second > 0, (first, second, third)
+
+
+def test_ranks_that_wait_in_other_orders_get_what_follows_their_own_payloads() -> None:
+    on_ranks(3, exact_ranks.waited_in_another_order, "cpu")
