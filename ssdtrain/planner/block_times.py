@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.model.types import COMPRESS, Block, Machine, Pass
+from ssdtrain.planner.model.types import Block, Machine, Pass
 from ssdtrain.planner.plans import SearchProblem, actions_for
 from ssdtrain.planner.spans import BlockSpan
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
@@ -380,7 +380,7 @@ def problem_of(
     # A block that runs several times in a forward has one action for all of them.
     times = Counter(piece.name for piece in measured)
     fixed = frozenset(n for n, piece in enumerate(measured) if not piece.name or times[piece.name] > 1)
-    compress = COMPRESS if any(block.compressed is not None for block in blocks) else None
+    compress = any(block.compressed is not None for block in blocks)
     actions = actions_for(machine, recompute=any(pure), compress=compress)
     never = frozenset(number for number, may in enumerate(pure) if not may)
     always = frozenset(number for number, must in enumerate(again) if must)

@@ -95,7 +95,7 @@ class _Search:
         self.decided = problem.decided
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.best: Plan | None = None
-        passes = sum(len(problem.chunks[p.chunk]) for p in problem.order if p.kind != "idle")
+        passes = sum(len(problem.chunks[one.chunk]) for one in problem.order)
         self.passes = max(1, problem.steps * passes)
         effort *= MOVES_ONLY if problem.only_moves else BLOCK_PASSES
         self.simulations = max(int(effort) // self.passes, 50)
@@ -191,8 +191,7 @@ class _Search:
         )
         # Memory that is there may be used; without a limit less is better.
         ties = (plan.peak, plan.written) if self.limits.device is None else (plan.written, plan.peak)
-        lossy = sum(self.problem.choice(name).lossy for name in plan.actions)
-        return self.excess(plan), value, lossy, *ties, plan.seconds
+        return self.excess(plan), value, plan.count("compress"), *ties, plan.seconds
 
     def ranked(self) -> list[Plan]:
         return sorted(self.plans.values(), key=lambda plan: (self.score(plan), plan.actions))
@@ -633,6 +632,6 @@ def _alive(order: Sequence[Pass]) -> int:
     """Return the most microbatches between their forward and their backward at once."""
     alive = most = 0
     for one in order:
-        alive += {"forward": 1, "backward": -1}.get(one.kind, 0)
+        alive += 1 if one.kind == "forward" else -1
         most = max(most, alive)
     return most
