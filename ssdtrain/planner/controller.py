@@ -267,8 +267,8 @@ class PlanController(Feature):
             except NoPlan as first:
                 raise first.named() from None
         if self.plan is not None and not self._reshaped:
-            said = self.derating.failed(self.steps, self._reason)
-            if not said and not self._warned:
+            self.derating.failed(self.steps, self._reason)
+            if not self._warned:
                 self._warned = True
                 logger.warning(STAYS, error)
             self._planned_at, self._reason = self.steps, ""

@@ -145,7 +145,7 @@ def test_a_drive_that_changed_and_leaves_no_plan_keeps_the_margin_of_the_plan(
         margin.value = 0.5
         planned(runtime, controller)
         controller._finder.goal = Goal(1)
-        margin.reset()
+        margin.value = 1.0
         again(runtime, controller, DRIFTED)
         assert margin.value == 0.5
 
