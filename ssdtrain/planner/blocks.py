@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -26,8 +26,7 @@ from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.block_times import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
 from ssdtrain.planner.execute import BlockPolicy
-from ssdtrain.planner.explain import plan_table
-from ssdtrain.planner.model.types import Pass, StepTimeline
+from ssdtrain.planner.model.types import Pass
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 from ssdtrain.planner.recomputations import Recomputations
@@ -73,7 +72,7 @@ class Blocks(PlanSubject):
         impure: names of the blocks that must not run again, for good, with why.
     """
 
-    METRICS = "plan"
+    TITLE, METRICS = "plan auto", "plan"
     ENDLESS = "ssdtrain.plan: nothing is planned"
 
     def __init__(
@@ -99,7 +98,6 @@ class Blocks(PlanSubject):
         self._recorder, self._link = engine.recorder, engine.device.link_bandwidth()
         self._kinds = {name: kind_of(block) for name, block in blocks.items()}
         self._order: list[Pass] = []
-        self._note = ""  # the end of the plan's table
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._measured: list[MeasuredBlock] = []
         self._records: list[StepRecord] = []
@@ -327,7 +325,7 @@ class Blocks(PlanSubject):
             if recomputed is None and not controller.started:
                 self._check_recompute(problem)
             may_recompute = recomputed or "recompute" in problem.actions
-            self._note = "" if may_recompute else self._nothing_to_recompute()
+            self.note = "" if may_recompute else self._nothing_to_recompute()
         if self.agreement.recomputed is not None:
             problem = of(self.agreement.recomputed)
         if self._compact is not None and "compress" not in problem.actions:
@@ -391,16 +389,6 @@ class Blocks(PlanSubject):
             self._warned_impure = True
             logger.warning("ssdtrain.plan: no block can be recomputed: %s: %s", name, why)
         return f"\n  no block is recomputed: {name}: {why}"
-
-    def table(
-        self,
-        problem: SearchProblem,
-        plans: Sequence[Plan],
-        kept: StepTimeline,
-        limit: int | None,
-        better: Sequence[tuple[str, Plan | None]],
-    ) -> str:
-        return plan_table(problem.blocks, plans, kept, limit, better) + self._note
 
     def description(self, limit: int | None) -> str:
         return f"plan: auto, {len(self._blocks)} blocks" + ("" if limit is None else f", {limit} bytes")

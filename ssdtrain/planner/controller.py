@@ -28,6 +28,7 @@ from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.derating import DRIFTED, BandwidthDerating
+from ssdtrain.planner.explain import Outcome, plan_table
 from ssdtrain.planner.finder import FoundPlans, Goal, PlanFinder
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.model.types import DEVICE, Block, Machine, StepTimeline
@@ -60,7 +61,6 @@ class PlanController(Feature):
         plan: that is followed; None: there is none yet, or none for forwards as they are now.
         problem: that it was searched for.
         steps: that have ended.
-        note: the end of its table.
 
     Raises:
         NoPlan: from the end of the step in which the first plan is made, where none keeps to the limits of a strict goal; has the
@@ -82,7 +82,7 @@ class PlanController(Feature):
         self.plan: Plan | None = None
         self.problem: SearchProblem | None = None
         self.metric = PlanMetrics()
-        self.steps, self.note = 0, ""
+        self.steps = 0
         self.subject, self.goal = subject, goal
         by_regions = isinstance(subject, Regions)
         self.derating = BandwidthDerating(
@@ -148,7 +148,7 @@ class PlanController(Feature):
         # 3. Say what came of the latest plan.
         elif self._outcome_due and self.steps >= self._planned_at + 2:
             self._outcome_due = False
-            self._report(self.subject.outcome(peaks, step.seconds - step.idle))
+            self._compare(self.subject.outcome(peaks, step.seconds - step.idle))
         self.subject.settle()
 
     # When to plan again
@@ -305,27 +305,24 @@ class PlanController(Feature):
             better = found.alternatives(problem) if found is not None and self._reports and not same else ()
             plans = [plan] if found is None else found.plans
             self._same = False
-            self._report(self.subject.table(problem, plans, kept, limit, better))
+            self._report(plan_table(self.subject.TITLE, problem, plans, kept, limit=limit, better=better))
 
     # Reports
 
-    def _report(self, table: str) -> None:
-        if not table:
+    def _compare(self, outcome: Outcome | None) -> None:
+        """Say what came of the latest plan. Of one that is the same as before everything was said."""
+        if outcome is None or self.plan is None or self.problem is None or self._kept is None:
             return
-        self._decided = table + self.note
+        if not self._same and any(block.saved for block in self.problem.blocks):
+            for warning in outcome.warnings():
+                logger.warning(warning)
+        limit, title = self.goal.limit, self.subject.TITLE
+        self._report(plan_table(title, self.problem, [self.plan], self._kept, limit=limit, outcome=outcome))
+
+    def _report(self, table: str) -> None:
+        self._decided = table + self.subject.note
         if self._reports and not self._same:
             report(self._decided)
-
-    @property
-    def kept(self) -> StepTimeline:
-        """The step that keeps everything, of `problem`."""
-        assert self._kept is not None
-        return self._kept
-
-    @property
-    def same(self) -> bool:
-        """The latest plan is the one before it, of which everything was said."""
-        return self._same
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         return [(self.subject.METRICS, self.metric)]

@@ -19,7 +19,7 @@ from torch import nn
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.offload.tensors.meter import Peaks
-from ssdtrain.planner.decisions import Outcome, decision_table
+from ssdtrain.planner.explain import Outcome
 from ssdtrain.planner.input_sizes import InputSizes
 from ssdtrain.planner.measured import Profile, regions_problem
 from ssdtrain.planner.model import types as step
@@ -120,20 +120,27 @@ class Regions(PlanSubject):
         engine: has `policy`.
         limited: the config has a limit of memory: forwards always have hooks.
         strict: that limit is one of the section plan.
+        note: the end of the table of a plan.
 
     Attributes:
         profile: the latest recorded step; None: there is none yet.
     """
 
-    METRICS = "auto"
+    TITLE, METRICS = "offload.amount auto", "auto"
     MEASURES_OUTCOME = True  # what came of a plan is said with its table, two steps later
     SETTLES = SEVERAL
     ENDLESS = 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
 
     def __init__(
-        self, engine: OffloadEngine, policy: AdaptivePolicy, *, limited: bool = False, strict: bool = False
+        self,
+        engine: OffloadEngine,
+        policy: AdaptivePolicy,
+        *,
+        limited: bool = False,
+        strict: bool = False,
+        note: str = "",
     ) -> None:
-        super().__init__()
+        super().__init__(note)
         self.profile: Profile | None = None
         self.policy = policy
         self._engine, self._recorder = engine, engine.recorder
@@ -141,7 +148,6 @@ class Regions(PlanSubject):
         # With their steps and the peaks of these without offload; the device has not passed them yet.
         self._records: list[tuple[int, int, StepRecord]] = []
         self._peak = 0  # of the step of `profile`
-        self._planned_profile: Profile | None = None
         self._searched_from = 0  # number of steps of the profile that the latest search was about
         self._recent = RecentSteps()
         self._since = _WARM_UP  # the next plan is made from a profile of this step, or a later one
@@ -323,21 +329,13 @@ class Regions(PlanSubject):
         if leaves:
             self._rest_steps = PROBE_PERIOD
         self._engine.defer(leaves)  # nothing comes for which the one region that is written would wait
-        self._planned_profile = profile
         return same
 
-    def outcome(self, peaks: Peaks, seconds: float) -> str:
-        controller, planned = self.controller, self._planned_profile
-        plan, problem = controller.plan, controller.problem
-        if plan is None or problem is None or planned is None or self.profile is None:
-            return ""
-        limited = self._limited and not self._strict
+    def outcome(self, peaks: Peaks, seconds: float) -> Outcome | None:
+        if self.profile is None:
+            return None
         waits = self._engine.snapshot().load_waits
-        outcome = Outcome(*peaks, seconds, self.profile.stall, waits, limited)
-        if not controller.same and any(block.saved for block in problem.blocks):
-            for warning in outcome.warnings():
-                logger.warning(warning)
-        return decision_table(planned.chunks, problem, plan, controller.kept, outcome)
+        return Outcome(*peaks, seconds, self.profile.stall, waits, self._limited and not self._strict)
 
 
 def _actions(spans: Sequence[tuple[int, int]], choices: Sequence[Choice], machine: Machine) -> list[Action]:

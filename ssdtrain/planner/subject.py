@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from ssdtrain.features import Forward
 from ssdtrain.offload.tensors.meter import Peaks
-from ssdtrain.planner.model.types import StepTimeline
+from ssdtrain.planner.explain import Outcome
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 
 if TYPE_CHECKING:
@@ -27,8 +26,11 @@ class PlanSubject:
     Attributes:
         resting: forwards run without hooks.
         agreed: ranks have decided which blocks all of them recompute.
+        note: the end of the table of a plan.
     """
 
+    TITLE: str
+    """What decides, in the words of the table."""
     METRICS: str
     """Prefix of the metrics' names."""
     ENDLESS: str
@@ -40,7 +42,8 @@ class PlanSubject:
 
     resting = agreed = False
 
-    def __init__(self) -> None:
+    def __init__(self, note: str = "") -> None:
+        self.note = note
         self._controller: weakref.ref[PlanController] | None = None
 
     def begin(self, controller: PlanController) -> None:
@@ -141,20 +144,9 @@ class PlanSubject:
 
     # Reports
 
-    def table(
-        self,
-        problem: SearchProblem,
-        plans: Sequence[Plan],
-        kept: StepTimeline,
-        limit: int | None,
-        better: Sequence[tuple[str, Plan | None]],
-    ) -> str:
-        """What was decided: see `plan_table`. Empty: nothing is said yet."""
-        return ""
-
-    def outcome(self, peaks: Peaks, seconds: float) -> str:
-        """What was decided, predicted and measured, as a table, with a warning where it gives nothing. Empty: nothing is said."""
-        return ""
+    def outcome(self, peaks: Peaks, seconds: float) -> Outcome | None:
+        """What was measured in a step of `seconds` under the plan. None: it is not known, or not said."""
+        return None
 
     def description(self, limit: int | None) -> str:
         """See `Feature.description`."""

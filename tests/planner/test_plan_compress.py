@@ -64,7 +64,7 @@ def test_blocks_are_compressed_only_where_a_block_saves_less_by_it() -> None:
         search(problem, Limits(179))
     assert raised.value.smallest.peak == 180
     kept = simulate([blocks], [[KEPT] * 3], problem.order, Machine())
-    table = plan_table(blocks, [found], kept, 240)
+    table = plan_table("plan auto", problem, [found], kept, limit=240)
     assert "compress 100 B to 40 B (lossy), costs 400 ms" in table
 
 
