@@ -26,8 +26,7 @@ from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.messages import report
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.arena import ArenaCost
-from ssdtrain.planner.derating import DRIFTED, BandwidthDerating
+from ssdtrain.planner.derating import DRIFTED, ArenaCost, BandwidthDerating
 from ssdtrain.planner.explain import Outcome, plan_table
 from ssdtrain.planner.finder import FoundPlans, Goal, PlanFinder
 from ssdtrain.planner.memory_plot import PlanPlot

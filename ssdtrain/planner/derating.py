@@ -5,18 +5,25 @@ What makes transfers wait may be over, or come in every step: another job on the
 margin is taken back, one reduction after the other, each time after twice as many calm steps. At the smallest margin stalls do
 not count against calm steps: they have another cause. And a reduction that brought no other plan is tried again after a growing
 number of steps only (`Cause`).
+
+Note: [An arena that costs more than it gives]
+On a CPU what comes back from a tier lies in an arena of the same memory, sized by what forwards save, which stays between steps.
+Of a small model it takes more than offloading saves. So the cost model has it only where something leaves, and a plan that keeps
+everything needs none: the one tensor that such a plan offloads all the same, to see whether the tiers are faster now, comes back
+into memory of its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median_high
 from typing import NamedTuple
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.model.types import Link, Machine, Tier
+from ssdtrain.planner.model.types import Block, Link, Machine, Tier
 from ssdtrain.planner.recent import STEPS
 from ssdtrain.storage import Endurance, StoreMetrics
 from ssdtrain.storage.metrics import TierMetrics
@@ -24,6 +31,7 @@ from ssdtrain.text import size_text
 
 __all__ = [
     "DRIFTED",
+    "ArenaCost",
     "BandwidthDerating",
     "Bandwidths",
     "Cause",
@@ -415,3 +423,25 @@ class BandwidthDerating:
         for cause in self._causes:
             cause.searched(step, why, new=new)
         self._planned = self.rates
+
+
+class ArenaCost:
+    """See Note: [An arena that costs more than it gives]."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine, self._optional = engine, engine.arena_is_optional
+        # Of what a forward saves, at most so far: without an arena it is not known, and plans must not take turns.
+        self._share = 0.0
+
+    def counted(self, machine: Machine, chunks: Sequence[Sequence[Block]]) -> Machine:
+        """Return the machine with the bytes that the arena takes where something of these blocks leaves."""
+        saved = sum(block.saved + block.fixed for blocks in chunks for block in blocks)
+        if not self._optional or not saved:
+            return machine
+        self._share = max(self._share, self._engine.limits().buffers / saved)
+        return replace(machine, buffers=round(self._share * saved), buffers_stay=False)
+
+    def planned(self, *, used: bool) -> None:
+        """A plan begins, between two steps. `used`: something leaves."""
+        if self._optional:
+            self._engine.set_arena_in_use(used)

@@ -11,8 +11,8 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.config.units import MiB
-from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.controller import PlanController
+from ssdtrain.planner.derating import ArenaCost
 from ssdtrain.planner.explain import Outcome, plan_table
 from ssdtrain.planner.measured import Profile, regions_problem
 from ssdtrain.planner.model.types import KEPT, Block, Machine, Tier, one_after_the_other
