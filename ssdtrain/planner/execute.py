@@ -14,7 +14,6 @@ import copy
 import functools
 import operator
 import weakref
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +24,7 @@ from ssdtrain.config import PlanConfig
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.checkpoint import checkpoint as default_checkpoint
 from ssdtrain.offload.functorch import top_hooks
-from ssdtrain.offload.policy import KEEP, OFFLOAD, REMEMBERED, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
 from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
 from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.planner.plans import Limits, SearchProblem, actions_for
@@ -163,9 +162,7 @@ class BlockPolicy:
         self._actions = {name: ACTIONS[action] for name, action in actions.items()}
         self._rest = ACTIONS[rest]
         self._known: dict[tuple[Running, ...], Action] = {}
-        self._expected = expected
-        self._first: list[int] = []  # bytes of the first forwards under these actions
-        self._latest: deque[int] = deque(maxlen=REMEMBERED)
+        self._expected, self._sizes = expected, ForwardSizes()
 
     def decide(self, saved: SavedTensorInfo) -> Action:
         if saved.nbytes < self._least:
@@ -177,26 +174,20 @@ class BlockPolicy:
         return found
 
     def observe(self, forward: ForwardProfile) -> None:
-        if not forward.saved_bytes:
-            return
-        if len(self._first) < REMEMBERED:
-            self._first.append(forward.saved_bytes)
-        self._latest.append(forward.saved_bytes)
+        self._sizes.add(forward.saved_bytes)
+        if self._sizes.forwards == ForwardSizes.REMEMBERED:  # the first ones under these actions
+            self._sizes.settle()
 
     @property
     def largest(self) -> int:
         """Bytes of the largest of the latest forwards."""
-        return max(self._latest, default=0)
+        return self._sizes.largest()
 
     def shape_changed(self) -> bool:
         """The largest of the latest forwards differs from the largest of the first under these actions by a fifth and more, or is
         larger than expected by as much."""
-        if self._expected is not None and self.largest > 1.2 * self._expected:
-            return True
-        if len(self._first) < REMEMBERED:
-            return False
-        before = max(self._first)
-        return not 0.8 * before <= self.largest <= 1.2 * before
+        larger = self._expected is not None and self.largest > 1.2 * self._expected
+        return larger or self._sizes.changed()
 
 
 def recompute_blocks(

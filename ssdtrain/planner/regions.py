@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
 from ssdtrain.offload.tensors.meter import Peaks
 from ssdtrain.planner.explain import Outcome
 from ssdtrain.planner.measured import Profile, regions_problem
@@ -64,9 +64,6 @@ RESTS = (
 FASTER = "to see whether the tiers are faster now"
 SEVERAL = "several steps are profiled now"
 
-_REMEMBERED = 8
-"""Forwards of a chunk whose largest says how large its tapes are."""
-
 
 LARGER = 1.2
 """Factor by which inputs have grown where the method is called."""
@@ -90,10 +87,7 @@ class AdaptivePolicy:
         """Actions for the region at each position of a tape, by model chunk."""
         self.largest: dict[int, int] = {}
         """Bytes saved by the largest forward so far, by model chunk."""
-        self.forwards = 0
-        """Number of forwards that saved something."""
-        self._bytes: dict[int, deque[int]] = {}
-        self._planned: dict[int, int] = {}
+        self.sizes = ForwardSizes()
 
     def decide(self, saved: SavedTensorInfo) -> Action:
         plan = self.plans.get(saved.chunk)
@@ -102,25 +96,18 @@ class AdaptivePolicy:
         return plan[saved.position]
 
     def observe(self, forward: ForwardProfile) -> None:
-        if forward.saved_bytes:
-            self.forwards += 1
-            chunk = forward.chunk
-            self.largest[chunk] = max(self.largest.get(chunk, 0), forward.saved_bytes)
-            self._bytes.setdefault(forward.chunk, deque(maxlen=_REMEMBERED)).append(forward.saved_bytes)
+        self.sizes.add(forward.saved_bytes, forward.chunk)
+        self.largest[forward.chunk] = max(self.largest.get(forward.chunk, 0), forward.saved_bytes)
 
     def follow(self, plans: Mapping[int, Sequence[Action]]) -> None:
         """Follow these plans from the next tape on. Called between steps."""
         self.plans = {chunk: tuple(plan) for chunk, plan in plans.items()}
-        self._planned = {chunk: max(sizes) for chunk, sizes in self._bytes.items()}
+        self.sizes.settle()
 
     def shape_changed(self) -> bool:
         """The largest of the latest tapes of a chunk has another size than when the plan was made, by a fifth
         and more."""
-        for chunk, sizes in self._bytes.items():
-            before = self._planned.get(chunk)
-            if before is not None and not 0.8 * before <= max(sizes) <= 1.2 * before:
-                return True
-        return False
+        return self.sizes.changed()
 
 
 class Regions(PlanSubject):
@@ -204,7 +191,7 @@ class Regions(PlanSubject):
             if profile.chunks:
                 self.profile, self._peak = profile, peak
                 fresh = number >= self._since
-        unused = self.policy.forwards - self._engine.backwards
+        unused = self.policy.sizes.forwards - self._engine.backwards
         self._evaluated, self._unused = unused > self._unused, unused
         return fresh
 
