@@ -101,14 +101,14 @@ class Judge:
         return sorted(self.plans.values(), key=lambda plan: (self.score(plan), plan.actions))
 
     def kinds(self) -> list[Plan]:
-        """The same, without those whose actions are a better one's in another order."""
+        """All but those whose actions are a better one's in another order."""
         found: dict[tuple[str, ...], Plan] = {}
         for plan in self.ranked():
             found.setdefault(tuple(sorted(plan.actions)), plan)
         return list(found.values())
 
     def within(self) -> list[Plan]:
-        """Those of `kinds` that keep to the limits.
+        """The plans of `kinds` that keep to the limits.
 
         Raises:
             NoPlan: none does.
