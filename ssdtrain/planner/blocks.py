@@ -73,7 +73,6 @@ class Blocks(PlanSubject):
     """
 
     TITLE, METRICS = "plan auto", "plan"
-    ENDLESS = "ssdtrain.plan: nothing is planned"
 
     def __init__(
         self,
@@ -155,13 +154,14 @@ class Blocks(PlanSubject):
         if self._spans is not None and not self.agreement.covers(group):
             self._spans.communicates()
 
-    def unended(self) -> None:
+    def on_unended_step(self) -> str:
         if self.controller.steps:
             self._recorder.stop("plan")
         else:
             self._recorder.request("plan", False)
             self._records.clear()
             self._found.clear()
+        return "ssdtrain.plan: nothing is planned"
 
     def failed(self) -> bool:
         if self._spans is not None:
@@ -368,7 +368,7 @@ class Blocks(PlanSubject):
         return False
 
     @property
-    def agreed(self) -> bool:  # type: ignore[override]
+    def agreed(self) -> bool:
         return self.agreement.recomputed is not None
 
     def warn_of_limits(self, error: NoPlan, *, started: bool) -> bool:
@@ -390,7 +390,8 @@ class Blocks(PlanSubject):
             logger.warning("ssdtrain.plan: no block can be recomputed: %s: %s", name, why)
         return f"\n  no block is recomputed: {name}: {why}"
 
-    def description(self, limit: int | None) -> str:
+    def description(self) -> str:
+        limit = self._config.device_limit
         return f"plan: auto, {len(self._blocks)} blocks" + ("" if limit is None else f", {limit} bytes")
 
 

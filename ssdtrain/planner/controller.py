@@ -117,8 +117,7 @@ class PlanController(Feature):
 
     def on_unended_step(self) -> str:
         self._unended = True
-        self.subject.unended()
-        return self.subject.ENDLESS
+        return self.subject.on_unended_step()
 
     def on_step_end(self, step: Step) -> None:
         """Measure, and plan where that is due. Ends between which no forward came count as one; a last step is only counted."""
@@ -330,7 +329,7 @@ class PlanController(Feature):
         return self._decided
 
     def description(self) -> str:
-        return self.subject.description(self.goal.limit)
+        return self.subject.description()
 
     def detach(self) -> None:
         self._plot.cancel()

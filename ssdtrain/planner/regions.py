@@ -126,7 +126,6 @@ class Regions(PlanSubject):
     TITLE, METRICS = "offload.amount auto", "auto"
     MEASURES_OUTCOME = True  # what came of a plan is said with its table, two steps later
     SETTLES = SEVERAL
-    ENDLESS = 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
 
     def __init__(
         self,
@@ -169,11 +168,12 @@ class Regions(PlanSubject):
     def before_call(self, module: nn.Module, arguments: Any) -> None:
         self._input_sizes.called(module, arguments)
 
-    def unended(self) -> None:
+    def on_unended_step(self) -> str:
         if self.controller.steps:  # they end, after many forwards
             self._recorder.stop("plan")
         else:
             self._recorder.request("plan", False)
+        return 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
 
     def detach(self) -> None:
         self._input_sizes.remove()
@@ -245,7 +245,7 @@ class Regions(PlanSubject):
     # Rest
 
     @property
-    def resting(self) -> bool:  # type: ignore[override]
+    def resting(self) -> bool:
         return self._wakes_at > 0
 
     def _nothing_to_do(self, controller: PlanController) -> bool:
