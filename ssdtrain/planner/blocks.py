@@ -23,11 +23,11 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.agreement import Agreement
-from ssdtrain.planner.block_times import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
 from ssdtrain.planner.execute import BlockActions, BlockPolicy, recomputed_meanwhile
 from ssdtrain.planner.model.types import Pass
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
+from ssdtrain.planner.profile import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
 from ssdtrain.planner.recompute.purity import Collectives, own_generators
 from ssdtrain.planner.recompute.trials import Recomputations
 from ssdtrain.planner.spans import BlockSpan, BlockSpans

@@ -18,9 +18,9 @@ from torch import nn
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
-from ssdtrain.planner.block_times import MeasuredBlock, kind_of
 from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
 from ssdtrain.planner.plans import Limits, SearchProblem, actions_for
+from ssdtrain.planner.profile import MeasuredBlock, kind_of
 from ssdtrain.planner.recompute.modules import recompute_modules
 from ssdtrain.planner.recompute.trials import Recomputations
 from ssdtrain.planner.search import search

@@ -54,12 +54,7 @@ class Judge:
 
     def score(self, plan: Plan) -> Score:
         """Smaller is better."""
-        objective = self.objective
-        value = (
-            objective.time * max(plan.seconds, objective.hidden)
-            + objective.memory * plan.peak
-            + objective.wear * plan.written
-        )
+        value = self.objective.value(plan)
         # Memory that is there may be used; without a limit less is better.
         ties = (plan.peak, plan.written) if self.limits.device is None else (plan.written, plan.peak)
         return self.excess(plan), value, plan.count("compress"), *ties, plan.seconds
@@ -101,7 +96,7 @@ class Judge:
         return sorted(self.plans.values(), key=lambda plan: (self.score(plan), plan.actions))
 
     def kinds(self) -> list[Plan]:
-        """All but those whose actions are a better one's in another order."""
+        """The best plan of each sum of actions, best first."""
         found: dict[tuple[str, ...], Plan] = {}
         for plan in self.ranked():
             found.setdefault(tuple(sorted(plan.actions)), plan)

@@ -129,6 +129,10 @@ class Objective:
     wear: float = 0.0
     hidden: float = 0.0
 
+    def value(self, plan: Plan) -> float:
+        """Return what is made as small as possible."""
+        return self.time * max(plan.seconds, self.hidden) + self.memory * plan.peak + self.wear * plan.written
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -22,11 +22,11 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
 from ssdtrain.offload.tensors.meter import Peaks
 from ssdtrain.planner.explain import Outcome
-from ssdtrain.planner.measured import Profile, regions_problem
 from ssdtrain.planner.model import types as step
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import DEVICE, Choice, Machine
 from ssdtrain.planner.plans import Plan, SearchProblem
+from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.profile.containers import leaves

@@ -14,8 +14,8 @@ from ssdtrain.config.units import MiB
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.derating import ArenaCost
 from ssdtrain.planner.explain import Outcome, plan_table
-from ssdtrain.planner.measured import Profile, regions_problem
 from ssdtrain.planner.model.types import KEPT, Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.regions import AdaptivePolicy
 from ssdtrain.runtime import Runtime
 from ssdtrain.steps import UNENDED_FORWARDS

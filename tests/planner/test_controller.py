@@ -16,9 +16,9 @@ from ssdtrain.features import Step
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.derating import DRIFTED, BandwidthDerating, Rates
 from ssdtrain.planner.finder import DeviceHeadroom, DeviceMemory, Goal
-from ssdtrain.planner.measured import Profile
 from ssdtrain.planner.model.types import KEPT
 from ssdtrain.planner.plans import NoPlan, SearchProblem
+from ssdtrain.planner.profile import Profile
 from ssdtrain.planner.regions import SEVERAL, AdaptivePolicy, Regions
 from ssdtrain.runtime import Runtime
 from tests.offload.conftest import settled
