@@ -30,7 +30,7 @@ from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.profile.containers import leaves
-from ssdtrain.profile.modules import no_hook
+from ssdtrain.profile.modules import ModuleHook
 from ssdtrain.profile.passes import StepRecord
 
 if TYPE_CHECKING:
@@ -391,7 +391,14 @@ class InputSizes:
         """Watch the calls of `model` too, unless they are compiled: a ScriptModule takes no hooks."""
         if isinstance(model, torch.jit.ScriptModule):
             return
-        self._handles.append(model.register_forward_pre_hook(_BeforeForward(self), with_kwargs=True))
+        self._handles.append(
+            model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
+        )
+
+    def _before_forward(self, module: nn.Module, *arguments: Any) -> None:
+        """See what a framework calls, whose forward is being recorded then: hooks are on from the next one."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.called(module, arguments)
 
     def called(self, module: nn.Module, arguments: Any) -> None:
         """Compare the size of what a module is called with."""
@@ -416,18 +423,3 @@ class InputSizes:
         """Watch no model any more. Idempotent."""
         while self._handles:
             self._handles.pop().remove()
-
-
-class _BeforeForward:
-    """Sees what a framework calls, whose forward is being recorded then: hooks are on from the next one. Copied or pickled as a
-    hook without effect."""
-
-    def __init__(self, sizes: InputSizes) -> None:
-        self.sizes = sizes
-
-    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
-            self.sizes.called(module, (args, kwargs))
-
-    def __reduce__(self) -> Any:
-        return no_hook()

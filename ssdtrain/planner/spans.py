@@ -21,7 +21,7 @@ from ssdtrain.planner.recompute.purity import (
     versions,
 )
 from ssdtrain.profile.containers import leaves
-from ssdtrain.profile.modules import no_hook
+from ssdtrain.profile.modules import ModuleHook
 
 __all__ = ["BlockSpan", "BlockSpans"]
 
@@ -95,8 +95,10 @@ class BlockSpans:
         ] = []  # regions that the program may have: span, its number, index
         self._hooks = []
         for name, block in blocks.items():
-            self._hooks.append(block.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
-            self._hooks.append(block.register_forward_hook(_After(self, name)))
+            self._hooks.append(
+                block.register_forward_pre_hook(ModuleHook(self._enter, name), with_kwargs=True)
+            )
+            self._hooks.append(block.register_forward_hook(ModuleHook(self._leave, name)))
 
     @contextmanager
     def forward(self, tape: Any) -> Iterator[list[BlockSpan]]:
@@ -118,7 +120,7 @@ class BlockSpans:
         recorder = self._engine.recorder
         return recorder if recorder.active else None
 
-    def enter(self, name: str, block: nn.Module, arguments: Any) -> None:
+    def _enter(self, name: str, block: nn.Module, *arguments: Any) -> None:
         tape = self.tape
         if (
             tape is None
@@ -158,7 +160,7 @@ class BlockSpans:
                 self._running.span.why or "it communicates with other ranks in its forward"
             )
 
-    def leave(self, name: str, block: nn.Module) -> None:
+    def _leave(self, name: str, block: nn.Module, *_: Any) -> None:
         running, tape, recorder = self._running, self.tape, self._recorder()
         if running is None or running.span.name != name or self._thread != threading.get_ident():
             return
@@ -203,27 +205,3 @@ class BlockSpans:
 
 def _identities(tensors: Iterable[Tensor]) -> list[int]:
     return [id(tensor) for tensor in tensors]
-
-
-class _Before:
-    """Copied or pickled as a hook without effect."""
-
-    def __init__(self, spans: BlockSpans, name: str) -> None:
-        self.spans, self.name = spans, name
-
-    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self.spans.enter(self.name, block, (args, kwargs))
-
-    def __reduce__(self) -> Any:
-        return no_hook()
-
-
-class _After:
-    def __init__(self, spans: BlockSpans, name: str) -> None:
-        self.spans, self.name = spans, name
-
-    def __call__(self, block: nn.Module, *_: Any) -> None:
-        self.spans.leave(self.name, block)
-
-    def __reduce__(self) -> Any:
-        return no_hook()
