@@ -1,12 +1,4 @@
-"""Carries out a plan in plain PyTorch: blocks are recomputed by the checkpoint function, or what they save is offloaded.
-
-```python
-profile = profile_blocks(model, step)
-actions = plan_blocks(profile, machine, device_bytes)
-runtime = ssdtrain.attach(model, config, policy=BlockPolicy(actions))
-undo = recompute_blocks(model, actions)
-```
-"""
+"""Carries out a plan of blocks: what they save is offloaded, or they run again in backward, or keep compressed inputs."""
 
 from __future__ import annotations
 
@@ -18,16 +10,12 @@ from torch import nn
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
-from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
-from ssdtrain.planner.plans import Limits, SearchProblem, actions_for
 from ssdtrain.planner.profile import MeasuredBlock, kind_of
 from ssdtrain.planner.recompute.modules import recompute_modules
 from ssdtrain.planner.recompute.trials import Recomputations
-from ssdtrain.planner.search import search
-from ssdtrain.profile.blocks import ModelProfile
 from ssdtrain.profile.modules import Running
 
-__all__ = ["BlockActions", "BlockPolicy", "plan_blocks", "recomputed_meanwhile"]
+__all__ = ["BlockActions", "BlockPolicy", "recomputed_meanwhile"]
 
 ACTIONS = {
     "keep": KEEP,
@@ -36,38 +24,6 @@ ACTIONS = {
     "host": Action(True, tier="host"),
     "ssd": Action(True, tier="ssd"),
 }
-
-
-def plan_blocks(profile: ModelProfile, machine: Machine, device_bytes: int) -> dict[str, str]:
-    """The fastest action for each block of a measured model.
-
-    Args:
-        machine: whose tiers are called "host" and "ssd".
-        device_bytes: what activations may take, those saved outside of blocks included.
-
-    Returns:
-        Name of a block to "keep", "recompute", "host" or "ssd".
-
-    Raises:
-        NoPlan: nothing fits; it has the smallest peak.
-    """
-    blocks = [
-        Block(
-            block.name,
-            block.forward,
-            block.backward,
-            block.saved,
-            recompute=block.forward,
-            inputs=min(block.inputs, block.saved),
-            forward_transient=block.forward_transient,
-            backward_transient=block.backward_transient,
-        )
-        for block in profile.blocks
-    ]
-    blocks.append(Block("outside", 0.0, 0.0, 0, fixed=profile.outside))
-    problem = SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine))
-    best = search(problem, Limits(device_bytes))[0]
-    return {block.name: action for block, action in zip(blocks[:-1], best.actions[:-1], strict=True)}
 
 
 class BlockPolicy:
