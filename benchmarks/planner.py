@@ -55,11 +55,12 @@ from ssdtrain.config import CheckpointConfig
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.planner.blocks import RECORDED, WARM_UP
 from ssdtrain.planner.controller import PlanController
-from ssdtrain.planner.execute import BlockPolicy, recompute_modules
+from ssdtrain.planner.execute import BlockPolicy
 from ssdtrain.planner.memory_plot import MemoryPanel, draw_memory
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import StepTimeline
 from ssdtrain.planner.plans import Limits, SearchProblem
+from ssdtrain.planner.recompute.modules import recompute_modules
 from ssdtrain.planner.search import search
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.runtime import Runtime

@@ -9,8 +9,7 @@ from torch import nn
 
 from ssdtrain.config import Config, PlanConfig
 from ssdtrain.integration.random_trackers import register_trackers
-from ssdtrain.planner.execute import recomputable_blocks
-from ssdtrain.planner.plan_blocks import PlanBlocks
+from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
 from ssdtrain.profile.blocks import names_a_module
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.conflicts import flag, wrappers_of

@@ -27,7 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from ssdtrain.features import Feature, Forward
-from ssdtrain.profile.modules import no_hook
+from ssdtrain.profile.modules import ModuleHook
 from ssdtrain.runtime import Runtime
 
 __all__ = ["BypassedSchedules", "Schedule", "ScheduledEvent", "StepOrder"]
@@ -197,9 +197,9 @@ class BypassedSchedules(Feature):
         self._handles: list[RemovableHandle] = []
 
     def attach(self, model: nn.Module) -> None:
-        self._handles.append(model.register_forward_pre_hook(_CountForward(self)))
+        self._handles.append(model.register_forward_pre_hook(ModuleHook(self.forward)))
 
-    def forward(self) -> None:
+    def forward(self, *_: object) -> None:
         """A chunk's forward begins."""
         if not torch.is_grad_enabled():
             return
@@ -222,18 +222,3 @@ class BypassedSchedules(Feature):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-class _CountForward:
-    """Copied or pickled as a hook without effect."""
-
-    def __init__(self, schedules: BypassedSchedules) -> None:
-        self._schedules = weakref.ref(schedules)
-
-    def __call__(self, *_: Any) -> None:
-        schedules = self._schedules()
-        if schedules is not None:
-            schedules.forward()
-
-    def __reduce__(self) -> Any:
-        return no_hook()

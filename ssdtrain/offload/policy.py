@@ -32,6 +32,7 @@ __all__ = [
     "Action",
     "AmountPolicy",
     "ForwardProfile",
+    "ForwardSizes",
     "ModuleFilter",
     "OffloadPolicy",
     "SavedTensorInfo",
@@ -113,8 +114,40 @@ class OffloadPolicy(Protocol):
         """Called when a forward has completed; not called for one that ended with an exception."""
 
 
-REMEMBERED = 8
-"""Latest forwards of a chunk whose sizes are kept: lengths vary from one forward to the next, and repeat within a few."""
+class ForwardSizes:
+    """Bytes that forwards saved, by model chunk: chunks of a pipeline differ (the first has the embedding).
+
+    Lengths vary from one forward to the next, and repeat within a few: after a short microbatch comes a long one. So of the
+    latest forwards the largest counts.
+    """
+
+    REMEMBERED = 8
+    """Number of latest forwards of a chunk."""
+
+    def __init__(self) -> None:
+        self.forwards = 0
+        """Number of forwards that saved something; the others do not count."""
+        self._latest: dict[int, deque[int]] = {}
+        self._usual: dict[int, int] = {}
+
+    def add(self, nbytes: int, chunk: int = 0) -> None:
+        """A forward is complete."""
+        if nbytes:
+            self.forwards += 1
+            self._latest.setdefault(chunk, deque(maxlen=self.REMEMBERED)).append(nbytes)
+
+    def largest(self, chunk: int = 0) -> int:
+        """Bytes of the largest of the latest forwards; 0: there was none."""
+        return max(self._latest.get(chunk, ()), default=0)
+
+    def settle(self) -> None:
+        """Compare later forwards with the latest ones."""
+        self._usual = {chunk: self.largest(chunk) for chunk in self._latest}
+
+    def changed(self) -> bool:
+        """Whether the largest of a chunk is another one by a fifth and more than it was at `settle`."""
+        every = self._usual.items()
+        return any(not 0.8 * usual <= self.largest(chunk) <= 1.2 * usual for chunk, usual in every)
 
 
 class AmountPolicy:
@@ -130,17 +163,14 @@ class AmountPolicy:
         self.amount = amount
         self.always = OFFLOAD if amount.kind == "all" else None
         """What it answers whatever is saved; None: that depends."""
-        # Bytes of the latest complete tapes, by model chunk: chunks of a pipeline differ (the first has the embedding).
-        self._totals: dict[int, deque[int]] = {}
+        self._sizes = ForwardSizes()
 
     def decide(self, saved: SavedTensorInfo) -> Action:
         if self.always is not None:
             return self.always
-        totals = self._totals.get(saved.chunk)
-        if totals is None:
+        total = self._sizes.largest(saved.chunk)
+        if not total:
             return OFFLOAD
-        # Their largest: after a short microbatch the next long one would keep all that it is longer by.
-        total = max(totals)
         if self.amount.kind == "fraction":
             limit = int(self.amount.value * total)
         else:
@@ -148,8 +178,7 @@ class AmountPolicy:
         return OFFLOAD if saved.saved_before + saved.nbytes <= limit else KEEP
 
     def observe(self, forward: ForwardProfile) -> None:
-        if forward.saved_bytes:
-            self._totals.setdefault(forward.chunk, deque(maxlen=REMEMBERED)).append(forward.saved_bytes)
+        self._sizes.add(forward.saved_bytes, forward.chunk)
 
 
 class ModuleFilter:

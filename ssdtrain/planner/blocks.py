@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,16 +22,15 @@ from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.tensors.tape import Tape
-from ssdtrain.planner.actions import BlockActions, recomputed_meanwhile
 from ssdtrain.planner.agreement import Agreement
-from ssdtrain.planner.block_times import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
-from ssdtrain.planner.execute import BlockPolicy
-from ssdtrain.planner.explain import plan_table
-from ssdtrain.planner.model.types import Pass, StepTimeline
+from ssdtrain.planner.execute import BlockActions, BlockPolicy, recomputed_meanwhile
+from ssdtrain.planner.model.types import Pass
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
-from ssdtrain.planner.recomputations import Recomputations
-from ssdtrain.planner.spans import BlockSpan, BlockSpans, Collectives, own_generators
+from ssdtrain.planner.profile import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
+from ssdtrain.planner.recompute.purity import Collectives, own_generators
+from ssdtrain.planner.recompute.trials import Recomputations
+from ssdtrain.planner.spans import BlockSpan, BlockSpans
 from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.profile.passes import StepRecord
 
@@ -73,8 +72,7 @@ class Blocks(PlanSubject):
         impure: names of the blocks that must not run again, for good, with why.
     """
 
-    METRICS = "plan"
-    ENDLESS = "ssdtrain.plan: nothing is planned"
+    TITLE, METRICS = "plan auto", "plan"
 
     def __init__(
         self,
@@ -99,7 +97,6 @@ class Blocks(PlanSubject):
         self._recorder, self._link = engine.recorder, engine.device.link_bandwidth()
         self._kinds = {name: kind_of(block) for name, block in blocks.items()}
         self._order: list[Pass] = []
-        self._note = ""  # the end of the plan's table
         self._uncompressed: list[MeasuredBlock] | None = None  # while blocks are measured with compression
         self._measured: list[MeasuredBlock] = []
         self._records: list[StepRecord] = []
@@ -157,13 +154,14 @@ class Blocks(PlanSubject):
         if self._spans is not None and not self.agreement.covers(group):
             self._spans.communicates()
 
-    def unended(self) -> None:
+    def on_unended_step(self) -> str:
         if self.controller.steps:
             self._recorder.stop("plan")
         else:
             self._recorder.request("plan", False)
             self._records.clear()
             self._found.clear()
+        return "ssdtrain.plan: nothing is planned"
 
     def failed(self) -> bool:
         if self._spans is not None:
@@ -327,7 +325,7 @@ class Blocks(PlanSubject):
             if recomputed is None and not controller.started:
                 self._check_recompute(problem)
             may_recompute = recomputed or "recompute" in problem.actions
-            self._note = "" if may_recompute else self._nothing_to_recompute()
+            self.note = "" if may_recompute else self._nothing_to_recompute()
         if self.agreement.recomputed is not None:
             problem = of(self.agreement.recomputed)
         if self._compact is not None and "compress" not in problem.actions:
@@ -370,7 +368,7 @@ class Blocks(PlanSubject):
         return False
 
     @property
-    def agreed(self) -> bool:  # type: ignore[override]
+    def agreed(self) -> bool:
         return self.agreement.recomputed is not None
 
     def warn_of_limits(self, error: NoPlan, *, started: bool) -> bool:
@@ -392,17 +390,8 @@ class Blocks(PlanSubject):
             logger.warning("ssdtrain.plan: no block can be recomputed: %s: %s", name, why)
         return f"\n  no block is recomputed: {name}: {why}"
 
-    def table(
-        self,
-        problem: SearchProblem,
-        plans: Sequence[Plan],
-        kept: StepTimeline,
-        limit: int | None,
-        better: Sequence[tuple[str, Plan | None]],
-    ) -> str:
-        return plan_table(problem.blocks, plans, kept, limit, better) + self._note
-
-    def description(self, limit: int | None) -> str:
+    def description(self) -> str:
+        limit = self._config.device_limit
         return f"plan: auto, {len(self._blocks)} blocks" + ("" if limit is None else f", {limit} bytes")
 
 

@@ -121,10 +121,11 @@ def _planning(
         subject = Blocks(plan, offload, policy, named, exact, compact=lossy, tiers=tiers)
     else:
         assert isinstance(policy, AdaptivePolicy) and config.offload is not None
-        limited = plan is None and config.offload.device_budget is not None
-        subject = Regions(offload.engine, policy, limited=limited, strict=plan is not None)
+        limited, strict = plan is None and config.offload.device_budget is not None, plan is not None
+        note = f"\n  no block is recomputed: {named.why}" if strict else ""
+        subject = Regions(offload.engine, policy, limited=limited, strict=strict, note=note)
     endures = config.offload is not None and config.offload.endurance is not None
-    controller = PlanController(
+    return PlanController(
         offload.engine,
         offload.store,
         subject,
@@ -133,9 +134,6 @@ def _planning(
         reports=reports,
         plot=plot,
     )
-    if plan is not None and isinstance(subject, Regions):
-        controller.note = f"\n  no block is recomputed: {named.why}"
-    return controller
 
 
 def goal_of(config: Config, *, by_blocks: bool) -> Goal:

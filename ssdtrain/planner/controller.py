@@ -26,8 +26,8 @@ from ssdtrain.features import Feature, Forward, Step
 from ssdtrain.messages import report
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.arena import ArenaCost
-from ssdtrain.planner.derating import DRIFTED, BandwidthDerating
+from ssdtrain.planner.derating import DRIFTED, ArenaCost, BandwidthDerating
+from ssdtrain.planner.explain import Outcome, plan_table
 from ssdtrain.planner.finder import FoundPlans, Goal, PlanFinder
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.model.types import DEVICE, Block, Machine, StepTimeline
@@ -60,7 +60,6 @@ class PlanController(Feature):
         plan: that is followed; None: there is none yet, or none for forwards as they are now.
         problem: that it was searched for.
         steps: that have ended.
-        note: the end of its table.
 
     Raises:
         NoPlan: from the end of the step in which the first plan is made, where none keeps to the limits of a strict goal; has the
@@ -82,7 +81,7 @@ class PlanController(Feature):
         self.plan: Plan | None = None
         self.problem: SearchProblem | None = None
         self.metric = PlanMetrics()
-        self.steps, self.note = 0, ""
+        self.steps = 0
         self.subject, self.goal = subject, goal
         by_regions = isinstance(subject, Regions)
         self.derating = BandwidthDerating(
@@ -118,8 +117,7 @@ class PlanController(Feature):
 
     def on_unended_step(self) -> str:
         self._unended = True
-        self.subject.unended()
-        return self.subject.ENDLESS
+        return self.subject.on_unended_step()
 
     def on_step_end(self, step: Step) -> None:
         """Measure, and plan where that is due. Ends between which no forward came count as one; a last step is only counted."""
@@ -148,7 +146,7 @@ class PlanController(Feature):
         # 3. Say what came of the latest plan.
         elif self._outcome_due and self.steps >= self._planned_at + 2:
             self._outcome_due = False
-            self._report(self.subject.outcome(peaks, step.seconds - step.idle))
+            self._compare(self.subject.outcome(peaks, step.seconds - step.idle))
         self.subject.settle()
 
     # When to plan again
@@ -267,8 +265,8 @@ class PlanController(Feature):
             except NoPlan as first:
                 raise first.named() from None
         if self.plan is not None and not self._reshaped:
-            said = self.derating.failed(self.steps, self._reason)
-            if not said and not self._warned:
+            self.derating.failed(self.steps, self._reason)
+            if not self._warned:
                 self._warned = True
                 logger.warning(STAYS, error)
             self._planned_at, self._reason = self.steps, ""
@@ -305,27 +303,24 @@ class PlanController(Feature):
             better = found.alternatives(problem) if found is not None and self._reports and not same else ()
             plans = [plan] if found is None else found.plans
             self._same = False
-            self._report(self.subject.table(problem, plans, kept, limit, better))
+            self._report(plan_table(self.subject.TITLE, problem, plans, kept, limit=limit, better=better))
 
     # Reports
 
-    def _report(self, table: str) -> None:
-        if not table:
+    def _compare(self, outcome: Outcome | None) -> None:
+        """Say what came of the latest plan. Of one that is the same as before everything was said."""
+        if outcome is None or self.plan is None or self.problem is None or self._kept is None:
             return
-        self._decided = table + self.note
+        if not self._same and any(block.saved for block in self.problem.blocks):
+            for warning in outcome.warnings():
+                logger.warning(warning)
+        limit, title = self.goal.limit, self.subject.TITLE
+        self._report(plan_table(title, self.problem, [self.plan], self._kept, limit=limit, outcome=outcome))
+
+    def _report(self, table: str) -> None:
+        self._decided = table + self.subject.note
         if self._reports and not self._same:
             report(self._decided)
-
-    @property
-    def kept(self) -> StepTimeline:
-        """The step that keeps everything, of `problem`."""
-        assert self._kept is not None
-        return self._kept
-
-    @property
-    def same(self) -> bool:
-        """The latest plan is the one before it, of which everything was said."""
-        return self._same
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         return [(self.subject.METRICS, self.metric)]
@@ -334,7 +329,7 @@ class PlanController(Feature):
         return self._decided
 
     def description(self) -> str:
-        return self.subject.description(self.goal.limit)
+        return self.subject.description()
 
     def detach(self) -> None:
         self._plot.cancel()

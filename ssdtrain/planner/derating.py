@@ -4,19 +4,26 @@ Note: [Stalls that a margin does not end]
 What makes transfers wait may be over, or come in every step: another job on the drive, a checkpoint, work on the processors. So a
 margin is taken back, one reduction after the other, each time after twice as many calm steps. At the smallest margin stalls do
 not count against calm steps: they have another cause. And a reduction that brought no other plan is tried again after a growing
-number of steps only (`Backoff`).
+number of steps only (`Cause`).
+
+Note: [An arena that costs more than it gives]
+On a CPU what comes back from a tier lies in an arena of the same memory, sized by what forwards save, which stays between steps.
+Of a small model it takes more than offloading saves. So the cost model has it only where something leaves, and a plan that keeps
+everything needs none: the one tensor that such a plan offloads all the same, to see whether the tiers are faster now, comes back
+into memory of its own.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from statistics import median_high
 from typing import NamedTuple
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.planner.model.types import Link, Machine, Tier
+from ssdtrain.planner.model.types import Block, Link, Machine, Tier
 from ssdtrain.planner.recent import STEPS
 from ssdtrain.storage import Endurance, StoreMetrics
 from ssdtrain.storage.metrics import TierMetrics
@@ -24,9 +31,10 @@ from ssdtrain.text import size_text
 
 __all__ = [
     "DRIFTED",
-    "Backoff",
+    "ArenaCost",
     "BandwidthDerating",
     "Bandwidths",
+    "Cause",
     "Rates",
     "RecentRates",
     "StallMargin",
@@ -153,20 +161,40 @@ def differ(latest: Rates, planned: Rates, tolerated: float) -> bool:
     return any(now and then and not least <= now / then <= 1 / least for now, then in pairs)
 
 
-class Backoff:
-    """When a search may be made again for the same reason: where it brought nothing new, after twice as many steps as the
-    time before, up to `LONGEST_BACKOFF`. A plan that was not followed before ends that, and so do four times as many steps
-    without a reason."""
+class Cause:
+    """A reason for another plan: something that was seen in two steps in turn.
 
-    def __init__(self) -> None:
+    Where a search for it brought nothing new, the next one is made after twice as many steps as the time before, up to
+    `LONGEST_BACKOFF`. A plan that was not followed before ends that, and so do four times as many steps without the cause.
+
+    Args:
+        why: the reason in words.
+
+    Attributes:
+        seen: steps in turn in which it was seen since the latest plan.
+    """
+
+    def __init__(self, why: str) -> None:
+        self.why, self.seen = why, 0
         self._wait, self._until = SHORTEST, 0
 
-    def due(self, step: int) -> bool:
-        """Whether a search may be made in this step, for which there is a reason."""
-        return step >= self._until
+    def observe(self, seen: bool) -> None:
+        """A step is over."""
+        self.seen = self.seen + 1 if seen else 0
 
-    def searched(self, step: int, *, new: bool) -> None:
-        """A search was made. `new`: its plan was not followed before."""
+    def due(self, step: int) -> bool:
+        """Whether a search for it may be made in this step."""
+        return self.seen >= 2 and step >= self._until
+
+    def requested(self) -> None:
+        """A plan is due, for whatever reason."""
+        self.seen = 0
+
+    def searched(self, step: int, why: str, *, new: bool) -> None:
+        """A search was made because of `why`. `new`: its plan was not followed before."""
+        self.seen = 0
+        if why != self.why:
+            return
         if new or step > self._until + 4 * self._wait:
             self._wait = SHORTEST
         self._until = step if new else step + self._wait
@@ -179,21 +207,17 @@ class StallMargin:
 
     Attributes:
         value: the part of the measured bandwidths that the next plan counts on.
+        cause: steps wait for transfers more than the plan says.
     """
 
     def __init__(self) -> None:
         self.value = self._followed = 1.0
-        self._stalled = 0  # steps in turn
+        self.cause = Cause(STALLS)
         self._calm, self._calm_since = CALM_STEPS, 0
-        self._backoff = Backoff()
-
-    def reset(self) -> None:
-        """The bandwidths are other ones now."""
-        self.value = 1.0
 
     def observe(self, stalled: float, predicted: float) -> None:
         """A step waited for transfers for this part of its time, where the plan says `predicted`."""
-        self._stalled = self._stalled + 1 if stalled > predicted + STALL else 0
+        self.cause.observe(stalled > predicted + STALL)
 
     def changed(self, step: int) -> str:
         """Change `value` if it is time to.
@@ -201,10 +225,9 @@ class StallMargin:
         Returns:
             Why it is another one; "": it is not.
         """
-        floored = self.value <= LEAST
-        if self._stalled and not floored:
+        if self.cause.seen and self.value > LEAST:
             self._calm_since = step
-            if self._stalled < 2 or not self._backoff.due(step):
+            if not self.cause.due(step):
                 return ""
             self.value = max(LEAST, self.value * REDUCTION)
             self._calm = min(MOST_CALM_STEPS, 2 * self._calm)
@@ -214,24 +237,13 @@ class StallMargin:
             return CALM
         return ""
 
-    def requested(self) -> None:
-        """A plan was requested, for whatever reason: stalls are counted from the next one on."""
-        self._stalled = 0
-
-    def planned(self, step: int, why: str, *, new: bool) -> None:
-        """A plan was made with `value`, because of `why`. `new`: it was not followed before."""
+    def planned(self) -> None:
+        """A plan was made with `value`."""
         self._followed = self.value
-        if why == STALLS:
-            self._backoff.searched(step, new=new)
 
-    def restore(self) -> None:
+    def failed(self) -> None:
         """No plan was found with `value`: the one before is followed, with the margin that it was made with."""
         self.value = self._followed
-
-    def failed(self, step: int) -> None:
-        """Because of stalls a plan was searched for, and none was found: see `restore`."""
-        self.restore()
-        self._backoff.searched(step, new=False)
 
 
 class WearLimit:
@@ -239,83 +251,51 @@ class WearLimit:
 
     Args:
         endurance: of the drives of this rank.
+
+    Attributes:
+        rate: bytes per second of saved tensors; None: the drives have no known rating.
+        cause: the drives are written faster than allowed.
     """
 
     def __init__(self, endurance: Endurance) -> None:
         self.rate: float | None = None
-        """Bytes per second of saved tensors; None: the drives have no known rating."""
+        self.cause = Cause(WORE)
         self._endurance = endurance
         self._written: dict[str, int] = {}
         self._allowed: float | None = None
-        self._over = 0  # steps in turn
-        self._margin = self._followed = 1.0
-        self._steps, self._backoff = 0, Backoff()
-        self._lowered = False  # since the latest plan
-        self._warned = self._warned_of_life = False
+        self._margin, self._warned = 1.0, False
 
     def observe(self, store: StoreMetrics, offloaded: int, seconds: float) -> None:
         """A step of `seconds` has ended, after `offloaded` bytes of saved tensors in all."""
-        self._steps += 1
         written = {drive.path: drive.bytes_written for drive in store.drives}
-        step = {path: nbytes - self._written.get(path, 0) for path, nbytes in written.items()}
-        self._allowed = self._endurance.allowed_rate(written)
-        total = sum(step.values())
-        # Of what is offloaded a part goes to the host tier, a codec makes it smaller, and stores are cancelled.
-        share = offloaded / sum(written.values()) if any(written.values()) else 1.0
-        self._written = written
+        total = sum(written.values()) - sum(self._written.get(path, 0) for path in written)
+        self._written, self._allowed = written, self._endurance.allowed_rate(written)
         if self._allowed is None:
             return
-        self._over = self._over + 1 if seconds and total / seconds > _WEAR_SLACK * self._allowed else 0
+        # Of what is offloaded a part goes to the host tier, a codec makes it smaller, and stores are cancelled.
+        share = offloaded / sum(written.values()) if any(written.values()) else 1.0
+        self.cause.observe(seconds > 0 and total / seconds > _WEAR_SLACK * self._allowed)
         self.rate = self._margin * self._allowed * max(share, 0.1)
 
-    def exceeded(self) -> bool:
-        """The drives were written faster than allowed, in two steps in turn: the next plan writes less. Where that
-        brought nothing new, True comes after ever more steps (`Backoff`)."""
-        if self._over < 2 or not self._backoff.due(self._steps):
+    def exceeded(self, step: int) -> bool:
+        """Whether a plan is due that writes less."""
+        if not self.cause.due(step):
             return False
-        self._over, self._lowered = 0, True
         self._margin *= WEAR_MARGIN
         if self.rate is not None:
             self.rate *= WEAR_MARGIN
         return True
 
-    def failed(self) -> bool:
-        """No plan was found, and the one before is followed, with its rate. True: it was searched for because the drives wear too
-        fast, which they go on doing; logged once."""
-        self._over, self._margin = 0, self._followed
-        if not self._lowered:
-            return False
-        self._lowered = False
-        self._backoff.searched(self._steps, new=False)
-        if not self._warned_of_life and self._allowed is not None:
-            self._warned_of_life = True
-            logger.warning(
-                "offload.endurance: more than the allowed %s/s are written to %s, which wear out before %g years, because no "
-                "plan within the limits writes less",
-                *self._budget(),
-            )
-        return True
-
-    def _budget(self) -> tuple[str, str, float]:
-        """Return the budget in the words of the warnings: bytes per second, the drives, years."""
-        return size_text(self._allowed or 0), ", ".join(self._endurance.devices), self._endurance.years
-
-    def planned(self, *, bound: bool, new: bool) -> None:
-        """A plan begins.
-
-        Args:
-            bound: it offloads less than could be hidden, which is logged once.
-            new: it was not followed before.
-        """
-        if self._lowered:
-            self._backoff.searched(self._steps, new=new)
-        self._over, self._followed, self._lowered = 0, self._margin, False
+    def planned(self, *, bound: bool) -> None:
+        """A plan begins. `bound`: it offloads less than could be hidden, which is logged once."""
         if bound and not self._warned and self._allowed is not None:
             self._warned = True
             logger.warning(
                 "offload.endurance: at most %s/s are written to %s, for a life of %g years: less is offloaded than could be "
                 "hidden",
-                *self._budget(),
+                size_text(self._allowed),
+                ", ".join(self._endurance.devices),
+                self._endurance.years,
             )
 
 
@@ -348,8 +328,10 @@ class BandwidthDerating:
         self._host_rates = self.rates
         self._link, self._capacity = link, store.host.capacity if store.host is not None else 0
         self._bandwidths, self._host = Bandwidths(host=not self.both), Bandwidths(drives=False)
-        self._recent, self._backoff = RecentRates(), Backoff()
-        self._tolerated, self._drifted = DRIFT, 0  # the latter: steps in turn
+        self._recent, self._tolerated, drift = RecentRates(), DRIFT, Cause(DRIFTED)
+        self._drift, self._causes = drift, [drift, self.margin.cause]
+        if self.wear is not None:
+            self._causes.append(self.wear.cause)
 
     @property
     def known(self) -> bool:
@@ -396,22 +378,22 @@ class BandwidthDerating:
 
     def drifted(self, step: int) -> bool:
         """Whether a plan is due because of other bandwidths. Called once for each step."""
-        self._drifted = self._drifted + 1 if differ(self._latest, self._planned, self._tolerated) else 0
-        if self._drifted < 2 or not self._backoff.due(step):
+        self._drift.observe(differ(self._latest, self._planned, self._tolerated))
+        if not self._drift.due(step):
             return False
-        self.margin.reset()
+        self.margin.value = 1.0  # that of other bandwidths
         return True
 
     def reason(self, step: int) -> str:
         """Why else a plan is due: what it may count on changes with that. Empty: none is."""
         if why := self.margin.changed(step):
             return why
-        return WORE if self.wear is not None and self.wear.exceeded() else ""
+        return WORE if self.wear is not None and self.wear.exceeded(step) else ""
 
     def requested(self) -> None:
-        """A plan was requested, for whatever reason."""
-        self._drifted = 0
-        self.margin.requested()
+        """A plan is due, for whatever reason."""
+        for cause in self._causes:
+            cause.requested()
 
     def planned(
         self, step: int, why: str, *, same: bool, new: bool, bound: bool = False, settles: bool = False
@@ -424,23 +406,42 @@ class BandwidthDerating:
             bound: it offloads less than could be hidden, because of wear.
             settles: that it is the same says nothing of the bandwidths.
         """
-        self.margin.planned(step, why, new=new)
-        if why == DRIFTED:
-            self._backoff.searched(step, new=new)
+        self._searched(step, why, new=new)
+        self.margin.planned()
         if self.wear is not None:
-            self.wear.planned(bound=bound, new=new)
+            self.wear.planned(bound=bound)
         if not (same and settles):
             self._tolerated = min(MOST_DRIFT, 1.5 * self._tolerated) if same else DRIFT
-        self._drifted, self._planned = 0, self.rates
 
-    def failed(self, step: int, why: str) -> bool:
-        """No plan was found, and the one of before is followed, with what it counts on. True: the drives wear too fast, which was
-        said."""
-        if why == STALLS:
-            self.margin.failed(step)
-        else:
-            self.margin.restore()
-        if why == DRIFTED:
-            self._backoff.searched(step, new=False)
-        self._drifted, self._planned = 0, self.rates
-        return self.wear is not None and self.wear.failed()
+    def failed(self, step: int, why: str) -> None:
+        """No plan was found, and the one of before is followed, with what it counts on. Never with `wear`, whose config has no
+        limit that is an error."""
+        self._searched(step, why, new=False)
+        self.margin.failed()
+
+    def _searched(self, step: int, why: str, *, new: bool) -> None:
+        for cause in self._causes:
+            cause.searched(step, why, new=new)
+        self._planned = self.rates
+
+
+class ArenaCost:
+    """See Note: [An arena that costs more than it gives]."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine, self._optional = engine, engine.arena_is_optional
+        # Of what a forward saves, at most so far: without an arena it is not known, and plans must not take turns.
+        self._share = 0.0
+
+    def counted(self, machine: Machine, chunks: Sequence[Sequence[Block]]) -> Machine:
+        """Return the machine with the bytes that the arena takes where something of these blocks leaves."""
+        saved = sum(block.saved + block.fixed for blocks in chunks for block in blocks)
+        if not self._optional or not saved:
+            return machine
+        self._share = max(self._share, self._engine.limits().buffers / saved)
+        return replace(machine, buffers=round(self._share * saved), buffers_stay=False)
+
+    def planned(self, *, used: bool) -> None:
+        """A plan begins, between two steps. `used`: something leaves."""
+        if self._optional:
+            self._engine.set_arena_in_use(used)

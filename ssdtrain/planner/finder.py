@@ -2,29 +2,45 @@
 
 Note: [Without a limit of the user's]
 The lowest peak within its time may be more than the device has beside the model, though the profiled steps, which offload
-everything, did fit. Then what fits is the limit (`ssdtrain.planner.room`), and the shortest step within it is chosen. What fits
+everything, did fit. Then what fits is the limit (`DeviceHeadroom`), and the shortest step within it is chosen. What fits
 is an estimate: where no plan does, the nearest one is followed, with a warning.
+
+Note: [What may stay on a device]
+Without a budget of the user's, a plan keeps what cannot be hidden. But more was offloaded while steps were profiled, and may have
+to be for the job to fit. So on a device a plan's peak is bounded by what is free beside everything else: the model, the states of
+optimizers, and what comes and goes inside of operators.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import torch
+
+from ssdtrain.config.units import format_size
+from ssdtrain.device import CudaDevice
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.explain import alternatives
 from ssdtrain.planner.model.types import DEVICE, StepTimeline
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
-from ssdtrain.planner.room import DeviceHeadroom
 from ssdtrain.planner.search import search
 
-__all__ = ["EQUAL", "HIDDEN", "FoundPlans", "Goal", "PlanFinder"]
+__all__ = ["EQUAL", "HIDDEN", "DeviceHeadroom", "DeviceMemory", "FoundPlans", "Goal", "PlanFinder"]
+
+logger = logging.getLogger("ssdtrain")
 
 HIDDEN = 0.01
 """Part of the time of a step that keeps everything which transfers may cost where the config says nothing else."""
 
 EQUAL = 0.001
 """Part of it that counts as nothing where the shortest step is searched for: fewer bytes written are worth more."""
+
+
+LEFT_FREE = 0.05
+"""Fraction of the device's memory that is left for fragments and what grows later."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +85,66 @@ class FoundPlans:
     def alternatives(self, problem: SearchProblem) -> list[tuple[str, Plan | None]]:
         """See `ssdtrain.planner.explain.alternatives`."""
         return alternatives(problem, self.limits, self.objective)
+
+
+class DeviceMemory(NamedTuple):
+    """Bytes of a device."""
+
+    total: int
+    foreign: int
+    """Bytes of other processes, of CUDA's own, and of libraries that allocate past torch."""
+    allocated: int
+    """Bytes of torch's tensors, now."""
+    most_allocated: int
+    """The same at most, since somebody reset it."""
+
+
+class DeviceHeadroom:
+    """Bytes that activations may take at most. See Note: [What may stay on a device]."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self._transient = 0  # the most that was allocated beside the model and the activations
+        self._warned = False
+
+    def __call__(self) -> int | None:
+        """Between steps; None: the device has no memory of its own. Does not wait for the device."""
+        memory = self.memory()
+        if memory is None:
+            return None
+        now = self._engine.snapshot()
+        return self.left(memory, now.activation_bytes, now.activation_peak_bytes)
+
+    def exceeded(self, room: int, why: ValueError) -> None:
+        """No plan stays under `room` bytes, and the nearest one is followed: said once."""
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                "ssdtrain.plan: about %s of the device are left for activations, and the plan that is nearest to it is "
+                "followed, because %s",
+                format_size(room),
+                why,
+            )
+
+    def memory(self) -> DeviceMemory | None:
+        """Read what a CUDA device's memory holds now; None: it is no CUDA device."""
+        if not isinstance(self._engine.device, CudaDevice):
+            return None
+        device = self._engine.device.device
+        free, total = torch.cuda.mem_get_info(device)
+        return DeviceMemory(
+            total,
+            max(0, total - free - torch.cuda.memory_reserved(device)),
+            torch.cuda.memory_allocated(device),
+            torch.cuda.max_memory_allocated(device),
+        )
+
+    def left(self, memory: DeviceMemory, live: int, peak: int) -> int:
+        """Where activations take `live` bytes now and took `peak` at most so far."""
+        others = memory.allocated - live
+        self._transient = max(self._transient, memory.most_allocated - others - peak)
+        left_free = int(LEFT_FREE * memory.total)
+        return max(0, memory.total - memory.foreign - others - self._transient - left_free)
 
 
 class PlanFinder:

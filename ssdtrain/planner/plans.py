@@ -11,7 +11,7 @@ from typing import Any
 from ssdtrain import ranks
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.timeline import simulate
-from ssdtrain.planner.model.types import KEPT, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.model.types import COMPRESS, KEPT, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
 
 __all__ = [
     "Limits",
@@ -82,7 +82,7 @@ class SearchProblem:
     @property
     def only_moves(self) -> bool:
         """Each block is kept or offloaded: there is no other action."""
-        return all(not (choice.recompute or choice.lossy) for choice in self.actions.values())
+        return not any(choice.recompute or choice.compress for choice in self.actions.values())
 
     @property
     def decided(self) -> list[int]:
@@ -128,6 +128,10 @@ class Objective:
     memory: float = 0.0
     wear: float = 0.0
     hidden: float = 0.0
+
+    def value(self, plan: Plan) -> float:
+        """Return what is made as small as possible."""
+        return self.time * max(plan.seconds, self.hidden) + self.memory * plan.peak + self.wear * plan.written
 
 
 @dataclass(frozen=True)
@@ -233,20 +237,14 @@ def _parts(plan: Plan, blocks: Sequence[Block]) -> dict[str, int]:
     return known
 
 
-def actions_for(
-    machine: Machine, *, recompute: bool = True, compress: Choice | None = None
-) -> dict[str, Choice]:
-    """The actions that a machine has: "keep", "recompute", each of its tiers, and "compress" where it is allowed.
-
-    Args:
-        compress: `COMPRESS`, or a lossy codec of what stays on the device; None: not allowed.
-    """
+def actions_for(machine: Machine, *, recompute: bool = True, compress: bool = False) -> dict[str, Choice]:
+    """The actions that a machine has: "keep", "recompute", each of its tiers, and "compress" where it is allowed."""
     found = {"keep": KEPT}
     if recompute:
         found["recompute"] = RECOMPUTE
     found |= {tier.name: Choice(tier.name) for tier in machine.tiers}
-    if compress is not None:
-        found["compress"] = compress
+    if compress:
+        found["compress"] = COMPRESS
     return found
 
 

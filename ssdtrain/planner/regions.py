@@ -10,24 +10,27 @@ and everything is offloaded until there is a plan for them.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
 from ssdtrain.offload.tensors.meter import Peaks
-from ssdtrain.planner.decisions import Outcome, decision_table
-from ssdtrain.planner.input_sizes import InputSizes
-from ssdtrain.planner.measured import Profile, regions_problem
+from ssdtrain.planner.explain import Outcome
 from ssdtrain.planner.model import types as step
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import DEVICE, Choice, Machine
 from ssdtrain.planner.plans import Plan, SearchProblem
+from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.subject import PlanSubject
+from ssdtrain.profile.containers import leaves
+from ssdtrain.profile.modules import ModuleHook
 from ssdtrain.profile.passes import StepRecord
 
 if TYPE_CHECKING:
@@ -61,8 +64,12 @@ RESTS = (
 FASTER = "to see whether the tiers are faster now"
 SEVERAL = "several steps are profiled now"
 
-_REMEMBERED = 8
-"""Forwards of a chunk whose largest says how large its tapes are."""
+
+LARGER = 1.2
+"""Factor by which inputs have grown where the method is called."""
+
+_RECENT = 16
+"""Number of latest calls of a module whose largest inputs are what others are compared with from `settle` on."""
 
 
 class AdaptivePolicy:
@@ -80,10 +87,7 @@ class AdaptivePolicy:
         """Actions for the region at each position of a tape, by model chunk."""
         self.largest: dict[int, int] = {}
         """Bytes saved by the largest forward so far, by model chunk."""
-        self.forwards = 0
-        """Number of forwards that saved something."""
-        self._bytes: dict[int, deque[int]] = {}
-        self._planned: dict[int, int] = {}
+        self.sizes = ForwardSizes()
 
     def decide(self, saved: SavedTensorInfo) -> Action:
         plan = self.plans.get(saved.chunk)
@@ -92,25 +96,18 @@ class AdaptivePolicy:
         return plan[saved.position]
 
     def observe(self, forward: ForwardProfile) -> None:
-        if forward.saved_bytes:
-            self.forwards += 1
-            chunk = forward.chunk
-            self.largest[chunk] = max(self.largest.get(chunk, 0), forward.saved_bytes)
-            self._bytes.setdefault(forward.chunk, deque(maxlen=_REMEMBERED)).append(forward.saved_bytes)
+        self.sizes.add(forward.saved_bytes, forward.chunk)
+        self.largest[forward.chunk] = max(self.largest.get(forward.chunk, 0), forward.saved_bytes)
 
     def follow(self, plans: Mapping[int, Sequence[Action]]) -> None:
         """Follow these plans from the next tape on. Called between steps."""
         self.plans = {chunk: tuple(plan) for chunk, plan in plans.items()}
-        self._planned = {chunk: max(sizes) for chunk, sizes in self._bytes.items()}
+        self.sizes.settle()
 
     def shape_changed(self) -> bool:
         """The largest of the latest tapes of a chunk has another size than when the plan was made, by a fifth
         and more."""
-        for chunk, sizes in self._bytes.items():
-            before = self._planned.get(chunk)
-            if before is not None and not 0.8 * before <= max(sizes) <= 1.2 * before:
-                return True
-        return False
+        return self.sizes.changed()
 
 
 class Regions(PlanSubject):
@@ -120,20 +117,26 @@ class Regions(PlanSubject):
         engine: has `policy`.
         limited: the config has a limit of memory: forwards always have hooks.
         strict: that limit is one of the section plan.
+        note: the end of the table of a plan.
 
     Attributes:
         profile: the latest recorded step; None: there is none yet.
     """
 
-    METRICS = "auto"
+    TITLE, METRICS = "offload.amount auto", "auto"
     MEASURES_OUTCOME = True  # what came of a plan is said with its table, two steps later
     SETTLES = SEVERAL
-    ENDLESS = 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
 
     def __init__(
-        self, engine: OffloadEngine, policy: AdaptivePolicy, *, limited: bool = False, strict: bool = False
+        self,
+        engine: OffloadEngine,
+        policy: AdaptivePolicy,
+        *,
+        limited: bool = False,
+        strict: bool = False,
+        note: str = "",
     ) -> None:
-        super().__init__()
+        super().__init__(note)
         self.profile: Profile | None = None
         self.policy = policy
         self._engine, self._recorder = engine, engine.recorder
@@ -141,7 +144,6 @@ class Regions(PlanSubject):
         # With their steps and the peaks of these without offload; the device has not passed them yet.
         self._records: list[tuple[int, int, StepRecord]] = []
         self._peak = 0  # of the step of `profile`
-        self._planned_profile: Profile | None = None
         self._searched_from = 0  # number of steps of the profile that the latest search was about
         self._recent = RecentSteps()
         self._since = _WARM_UP  # the next plan is made from a profile of this step, or a later one
@@ -166,11 +168,12 @@ class Regions(PlanSubject):
     def before_call(self, module: nn.Module, arguments: Any) -> None:
         self._input_sizes.called(module, arguments)
 
-    def unended(self) -> None:
+    def on_unended_step(self) -> str:
         if self.controller.steps:  # they end, after many forwards
             self._recorder.stop("plan")
         else:
             self._recorder.request("plan", False)
+        return 'offload.amount is "auto", and everything is offloaded; an amount that is given needs no steps'
 
     def detach(self) -> None:
         self._input_sizes.remove()
@@ -188,7 +191,7 @@ class Regions(PlanSubject):
             if profile.chunks:
                 self.profile, self._peak = profile, peak
                 fresh = number >= self._since
-        unused = self.policy.forwards - self._engine.backwards
+        unused = self.policy.sizes.forwards - self._engine.backwards
         self._evaluated, self._unused = unused > self._unused, unused
         return fresh
 
@@ -242,7 +245,7 @@ class Regions(PlanSubject):
     # Rest
 
     @property
-    def resting(self) -> bool:  # type: ignore[override]
+    def resting(self) -> bool:
         return self._wakes_at > 0
 
     def _nothing_to_do(self, controller: PlanController) -> bool:
@@ -323,21 +326,13 @@ class Regions(PlanSubject):
         if leaves:
             self._rest_steps = PROBE_PERIOD
         self._engine.defer(leaves)  # nothing comes for which the one region that is written would wait
-        self._planned_profile = profile
         return same
 
-    def outcome(self, peaks: Peaks, seconds: float) -> str:
-        controller, planned = self.controller, self._planned_profile
-        plan, problem = controller.plan, controller.problem
-        if plan is None or problem is None or planned is None or self.profile is None:
-            return ""
-        limited = self._limited and not self._strict
+    def outcome(self, peaks: Peaks, seconds: float) -> Outcome | None:
+        if self.profile is None:
+            return None
         waits = self._engine.snapshot().load_waits
-        outcome = Outcome(*peaks, seconds, self.profile.stall, waits, limited)
-        if not controller.same and any(block.saved for block in problem.blocks):
-            for warning in outcome.warnings():
-                logger.warning(warning)
-        return decision_table(planned.chunks, problem, plan, controller.kept, outcome)
+        return Outcome(*peaks, seconds, self.profile.stall, waits, self._limited and not self._strict)
 
 
 def _actions(spans: Sequence[tuple[int, int]], choices: Sequence[Choice], machine: Machine) -> list[Action]:
@@ -373,3 +368,58 @@ def measure_by_one(plan: list[Action], movable: Sequence[int], *, both: bool) ->
     for position in (leaving or movable)[:1]:
         action = plan[position] if leaving else away
         plan[position] = action._replace(must_write=True)
+
+
+class InputSizes:
+    """Calls a method before a forward with gradients whose inputs are larger by a fifth than those of the first forward, of the
+    latest call of the method, or of the forwards before `settle`.
+
+    Args:
+        grew: a bound method; its object is not kept alive.
+    """
+
+    def __init__(self, grew: Callable[[], object]) -> None:
+        self._grew = weakref.WeakMethod(grew)
+        # Bytes.
+        self._known: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        self._recent: weakref.WeakKeyDictionary[nn.Module, deque[int]] = weakref.WeakKeyDictionary()
+        self.blind = False
+        """Whether a call had no tensor that is found: in an object of the program's own."""
+        self._handles: list[Any] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch the calls of `model` too, unless they are compiled: a ScriptModule takes no hooks."""
+        if isinstance(model, torch.jit.ScriptModule):
+            return
+        self._handles.append(
+            model.register_forward_pre_hook(ModuleHook(self._before_forward), with_kwargs=True)
+        )
+
+    def _before_forward(self, module: nn.Module, *arguments: Any) -> None:
+        """See what a framework calls, whose forward is being recorded then: hooks are on from the next one."""
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            self.called(module, arguments)
+
+    def called(self, module: nn.Module, arguments: Any) -> None:
+        """Compare the size of what a module is called with."""
+        tensors = [leaf for leaf in leaves(arguments) if isinstance(leaf, torch.Tensor)]
+        self.blind |= not tensors
+        nbytes = sum(
+            tensor.numel() * tensor.element_size() for tensor in tensors
+        )  # `nbytes` raises of a sparse one
+        self._recent.setdefault(module, deque(maxlen=_RECENT)).append(nbytes)
+        if nbytes <= LARGER * self._known.get(module, 0):
+            return
+        self._known[module] = nbytes
+        if (grew := self._grew()) is not None:
+            grew()
+
+    def settle(self) -> None:
+        """Compare with the latest calls from now on: larger ones of before are over."""
+        for module, recent in self._recent.items():
+            self._known[module] = max(recent)
+
+    def remove(self) -> None:
+        """Watch no model any more. Idempotent."""
+        while self._handles:
+            self._handles.pop().remove()

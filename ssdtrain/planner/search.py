@@ -24,11 +24,13 @@ question gets the same answer.
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+from ssdtrain.planner.judge import Judge, written
 from ssdtrain.planner.model.types import DEVICE, Pass
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, play
-from ssdtrain.planner.untraced import untraced
+from ssdtrain.planner.plans import Limits, Objective, Plan, SearchProblem
 
 __all__ = ["search"]
 
@@ -57,7 +59,6 @@ SHARES_GAIN = 0.02
 """Part of the peak of keeping everything by which offloading parts of blocks has to lower it."""
 
 
-@untraced
 def search(
     problem: SearchProblem,
     limits: Limits | None = None,
@@ -79,24 +80,36 @@ def search(
     Raises:
         NoPlan: none keeps to the limits.
     """
-    searched = _Search(problem, limits or Limits(), objective or Objective(), effort)
-    if known is not None and problem.actions.keys() >= set(known):
-        searched.plan([known[number] for number in searched.decided])
-    return searched.run(EXACT if exact is None else exact, runners_up)
 
+    def run() -> list[Plan]:
+        judge = Judge(problem, limits or Limits(), objective or Objective())
+        searched = _Search(judge, effort)
+        if known is not None and problem.actions.keys() >= set(known):
+            judge.plan([known[number] for number in judge.decided])
+        return searched.run(EXACT if exact is None else exact, runners_up)
 
-Score = tuple[float, ...]
+    if sys.getprofile() is None:
+        return run()
+    # A profiler that records stacks (`torch.profiler`) would record millions of calls, and take many times as long. It records
+    # the threads that were there when it began.
+    with ThreadPoolExecutor(1, "ssdtrain-plan") as pool:
+        return pool.submit(run).result()
 
 
 class _Search:
-    def __init__(self, problem: SearchProblem, limits: Limits, objective: Objective, effort: float) -> None:
-        self.problem, self.limits, self.objective = problem, limits, objective
-        self.blocks = problem.blocks
-        self.decided = problem.decided
-        self.plans: dict[tuple[str, ...], Plan] = {}
-        self.best: Plan | None = None
-        passes = sum(len(problem.chunks[p.chunk]) for p in problem.order if p.kind != "idle")
-        self.passes = max(1, problem.steps * passes)
+    """The candidates of one problem.
+
+    Args:
+        judge: plays them.
+        effort: see `search`.
+    """
+
+    def __init__(self, judge: Judge, effort: float) -> None:
+        self.judge, self.problem, self.limits = judge, judge.problem, judge.limits
+        self.objective, self.blocks, self.decided = judge.objective, judge.blocks, judge.decided
+        self.plan, problem = judge.plan, judge.problem
+        passes = sum(len(problem.chunks[one.chunk]) for one in problem.order)
+        self.passes = max(1, problem.steps * passes)  # of blocks, in a simulation
         effort *= MOVES_ONLY if problem.only_moves else BLOCK_PASSES
         self.simulations = max(int(effort) // self.passes, 50)
         self.tiers = [name for name, choice in problem.actions.items() if choice.tier != DEVICE]
@@ -111,108 +124,25 @@ class _Search:
             for chosen in itertools.product(names, repeat=len(self.decided)):
                 self.plan(chosen)
         else:
-            kept = self.plan(["keep"] * len(self.decided))
-            if self.excess(kept) or self.objective.memory or self.objective.wear:
+            kept = self.judge.kept()
+            if self.judge.excess(kept) or not self.judge.by_time:
                 if only_moves and self.tiers:
                     self.greedy(kept)
                     self.prune()
-                greedy = self.best
+                greedy = self.judge.best
                 self.shapes()
-                if not only_moves and not self.unbeatable(kept):
-                    for start in self.starts():
+                if not only_moves and not self.judge.unbeatable(kept):
+                    for start in self.judge.kinds()[:STARTS]:
                         self.improve(start)
-                if only_moves and self.best is not greedy:
+                if only_moves and self.judge.best is not greedy:
                     self.prune()
         if self.problem.parts:
             self.in_parts()
-        ranked = self.ranked()
-        if self.excess(ranked[0]) > 0:
-            raise self.none_fits(ranked)
-        found: list[Plan] = []
-        seen: set[tuple[str, ...]] = set()
-        for plan in ranked:
-            kinds = tuple(sorted(plan.actions))
-            if kinds not in seen and self.excess(plan) == 0:
-                seen.add(kinds)
-                found.append(plan)
-        return found[: 1 + runners_up]
-
-    def none_fits(self, plans: Sequence[Plan]) -> NoPlan:
-        """Describe the nearest of these plans; a drive is given no more than it takes in any case."""
-        plans = [plan for plan in plans if self.in_time(plan, None)]  # keeping everything writes nothing
-        # Of what has the same peak by the model the plan that lets more go is safer, whatever time it takes.
-        kept = 1 if self.problem.only_moves else 0
-        smallest = min(plans, key=lambda plan: (plan.peak, kept * plan.count("keep")))
-        limit = self.limits.device
-        within = [plan for plan in plans if limit is not None and plan.peak <= limit]
-        nearest = min(within, key=lambda plan: plan.seconds, default=smallest)
-        return NoPlan(smallest, self.limits, self.blocks, self.problem.machine.buffers, nearest)
-
-    # Judging
-
-    def plan(self, chosen: Sequence[str]) -> Plan:
-        """The plan in which the decided blocks have the actions `chosen`, in their order."""
-        always = self.problem.always
-        names = ["recompute" if number in always else "keep" for number in range(len(self.blocks))]
-        for number, name in zip(self.decided, chosen, strict=True):
-            action = self.problem.choice(name)
-            never = action.recompute and number in self.problem.impure
-            never |= action.compress and self.blocks[number].compressed is None
-            names[number] = "keep" if never else name
-        key = tuple(names)
-        known = self.plans.get(key)
-        if known is None:
-            known = self.plans[key] = play(self.problem, key)
-            if self.best is None or self.score(known) < self.score(self.best):
-                self.best = known
-        return known
-
-    def excess(self, plan: Plan) -> float:
-        """Return by how much it breaks the limits, relative to them; 0: it keeps to them."""
-        limits, total = self.limits, 0.0
-        most = None if limits.rate is None else limits.rate * plan.seconds
-        for value, limit in (
-            (plan.peak, limits.device),
-            (plan.written, limits.written),
-            (plan.seconds, limits.seconds),
-            (_first(plan), most),
-        ):
-            if limit is not None and value > limit * (1 + 1e-9):
-                total += (value - limit) / max(limit, 1e-12)
-        return total
-
-    def score(self, plan: Plan) -> Score:
-        """Smaller is better."""
-        objective = self.objective
-        value = (
-            objective.time * max(plan.seconds, objective.hidden)
-            + objective.memory * plan.peak
-            + objective.wear * plan.written
-        )
-        # Memory that is there may be used; without a limit less is better.
-        ties = (plan.peak, plan.written) if self.limits.device is None else (plan.written, plan.peak)
-        lossy = sum(self.problem.choice(name).lossy for name in plan.actions)
-        return self.excess(plan), value, lossy, *ties, plan.seconds
-
-    def ranked(self) -> list[Plan]:
-        return sorted(self.plans.values(), key=lambda plan: (self.score(plan), plan.actions))
-
-    def unbeatable(self, kept: Plan) -> bool:
-        """Whether the best plan so far takes no longer than computation alone, and time is all that counts."""
-        if self.best is None or self.excess(self.best) or self.objective.memory or self.objective.wear:
-            return False
-        return self.best.seconds <= max(self.objective.hidden, kept.seconds) * (1 + 1e-6)
-
-    def in_time(self, plan: Plan, seconds: float | None) -> bool:
-        """Whether it takes at most so many seconds, and writes no faster than it may."""
-        rate = self.limits.rate
-        if rate is not None and _first(plan) > rate * plan.seconds:
-            return False
-        return seconds is None or plan.seconds <= seconds
+        return self.judge.within()[: 1 + runners_up]
 
     @property
     def exhausted(self) -> bool:
-        return len(self.plans) >= self.simulations
+        return len(self.judge.plans) >= self.simulations
 
     # The greedy pass
 
@@ -239,7 +169,7 @@ class _Search:
         away = next((name for name in self.tiers if self.room[self.tier(name)] is None), self.tiers[0])
         chosen = [away if name == "keep" else name for name in begin]
         best = self.plan(chosen)
-        if self.in_time(best, seconds):
+        if self.judge.in_time(best, seconds):
             return best
         chosen = list(begin)
         best = self.plan(chosen)
@@ -247,7 +177,7 @@ class _Search:
             if name == "keep":
                 chosen[place] = away
                 tried = self.plan(chosen)
-                if self.in_time(tried, seconds):
+                if self.judge.in_time(tried, seconds):
                     best = tried
                 else:
                     chosen[place] = "keep"
@@ -277,7 +207,7 @@ class _Search:
                 chosen[place] = host
                 tried = self.plan(chosen)
                 stored = tried.timeline.blocks[number][index].stored > 0
-                if stored and tried.peak <= peak and self.in_time(tried, seconds):
+                if stored and tried.peak <= peak and self.judge.in_time(tried, seconds):
                     peak, room = tried.peak, room - blocks[index].saved
                 else:
                     chosen[place] = "keep"
@@ -287,7 +217,7 @@ class _Search:
     def prune(self) -> None:
         """Keep blocks of the best plan after all, the last first, whose offload writes bytes and makes nothing better. A store
         that backward cancels writes none: it is left as it is."""
-        best = self.best
+        best = self.judge.best
         if best is None:
             return
         chosen = [best.actions[number] for number in self.decided]
@@ -297,7 +227,7 @@ class _Search:
                 continue
             chosen[place] = "keep"
             tried = self.plan(chosen)
-            if _written(tried) < _written(best) and self.score(tried) < self.score(best):
+            if written(tried) < written(best) and self.judge.score(tried) < self.judge.score(best):
                 best = tried
             else:
                 chosen[place] = before
@@ -306,27 +236,20 @@ class _Search:
 
     def in_parts(self) -> None:
         """Try the best plan with shares of its large blocks, where it waits, or nothing limits the peak."""
-        best, whole, limits = self.best, self.plans, self.limits
-        kept = self.plan(["keep"] * len(self.decided))
-        if best is None or (limits.device is not None and not self.excess(best) and self.hides(best)):
+        judge, limits = self.judge, self.limits
+        best, kept = judge.best, judge.kept()
+        if best is None:
             return
-        seconds = limits.seconds
-        if not self.objective.memory:
-            seconds = max(self.objective.hidden, kept.seconds)
-        self.plans = {}
-        shares = _Shares(self, best, seconds)
-        found = shares.lowest()
-        self.plans, self.best = whole, best
-        fits = found is not None and limits.device is not None and found.peak <= limits.device
-        if found is None or (found.peak > best.peak - SHARES_GAIN * kept.peak and not fits):
+        hidden = best.seconds <= self.objective.hidden  # its transfers cost no more than they may
+        if limits.device is not None and not judge.excess(best) and hidden:
             return
-        self.plans[found.actions] = found
-        if self.score(found) < self.score(best):
-            self.best = found
-
-    def hides(self, plan: Plan) -> bool:
-        """Whether its transfers cost no more than they may."""
-        return plan.seconds <= self.objective.hidden
+        seconds = limits.seconds if self.objective.memory else max(self.objective.hidden, kept.seconds)
+        found = _Shares(self, best, seconds).lowest()
+        if found is None:
+            return
+        fits = limits.device is not None and found.peak <= limits.device
+        if fits or found.peak <= best.peak - SHARES_GAIN * kept.peak:
+            judge.add(found)
 
     # Shapes
 
@@ -350,9 +273,9 @@ class _Search:
                         self.of_shape(number, shape)
             near = self.recomputed()
             for other in shapes:
-                before = self.best
+                before = self.judge.best
                 self.of_shape(near, other)
-                if self.best is not before:
+                if self.judge.best is not before:
                     shape = other
         for number in range(0, most + 1, max(1, count // 12)):
             for shape in shapes:
@@ -360,18 +283,22 @@ class _Search:
 
     def recomputed(self) -> int:
         """Blocks, in the best plan so far."""
-        return 0 if self.best is None else sum(self.best.actions[n] == "recompute" for n in self.decided)
+        return (
+            0
+            if self.judge.best is None
+            else sum(self.judge.best.actions[n] == "recompute" for n in self.decided)
+        )
 
     def too_slow(self, recomputed: int) -> bool:
         """Whether its computation alone takes longer than the best plan."""
-        best = self.best
-        if self.exhausted or best is None or self.objective.memory or self.objective.wear:
+        best = self.judge.best
+        if self.exhausted or best is None or not self.judge.by_time:
             return self.exhausted
-        if self.excess(best) > 0:
+        if self.judge.excess(best) > 0:
             return False
         cheapest = sorted(self.blocks[number].recompute for number in self.decided)[:recomputed]
         passes = sum(1 for one in self.problem.order if one.kind == "backward")
-        computing = self.plan(["keep"] * len(self.decided)).timeline.compute_seconds
+        computing = self.judge.kept().timeline.compute_seconds
         return computing + passes * sum(cheapest) > best.seconds * (1 + 1e-9)
 
     def of_shape(self, recomputed: int, shape: Shape) -> None:
@@ -379,7 +306,7 @@ class _Search:
         rest, fill, layout = shape
 
         def make(offloaded: int) -> Plan:
-            chosen = layout(len(self.decided), offloaded, recomputed)
+            chosen = _laid_out(layout, len(self.decided), offloaded, recomputed)
             tiers = fill([i for i, name in enumerate(chosen) if name == "offload"])
             return self.plan(
                 [
@@ -438,7 +365,7 @@ class _Search:
         if device is not None:
             tests["device"] = lambda plan: plan.peak <= device
         if seconds is not None or self.limits.rate is not None:
-            tests["seconds"] = lambda plan: not self.in_time(plan, seconds)
+            tests["seconds"] = lambda plan: not self.judge.in_time(plan, seconds)
         for number in (0, most) if tests else (0, most // 2, most):
             make(number)
         for name, enough in tests.items():
@@ -460,13 +387,6 @@ class _Search:
 
     # One block at a time
 
-    def starts(self) -> list[Plan]:
-        """The best plans that differ in how many blocks have which action."""
-        found: dict[tuple[str, ...], Plan] = {}
-        for plan in self.ranked():
-            found.setdefault(tuple(sorted(plan.actions)), plan)
-        return list(found.values())[:STARTS]
-
     def improve(self, plan: Plan) -> None:
         names = list(self.problem.actions)
         best, better = plan, True
@@ -476,7 +396,7 @@ class _Search:
                 if self.exhausted:
                     return
                 found = self.plan(candidate)
-                if self.score(found) < self.score(best):
+                if self.judge.score(found) < self.judge.score(best):
                     best, better = found, True
                     break
 
@@ -504,14 +424,15 @@ class _Shares:
     """Shares of the large blocks, as numbers of steps from nothing to all, which lower the peak within a time.
 
     Args:
-        running: judges plans.
+        running: what the plan is of.
         begin: the plan to begin with; blocks that it has in another tier stay there.
         seconds: of a step, at most; None: no limit.
     """
 
     def __init__(self, running: _Search, begin: Plan, seconds: float | None) -> None:
         problem = running.problem
-        self._running, self._seconds = running, seconds
+        self._judge = Judge(problem, running.limits, running.objective)  # what is tried here is no runner-up
+        self._seconds = seconds
         self._begin = [begin.actions[number] for number in running.decided]
         self._left = MOVES_ONLY // (2 * running.passes)
         tier = next(iter(problem.parts.values())).tier
@@ -547,10 +468,10 @@ class _Shares:
         chosen = list(self._begin)
         for place, share in zip(self._places, shares, strict=True):
             chosen[place] = self._names[share]
-        plan = self._running.plan(chosen)
-        if not self._running.in_time(plan, self._seconds):
+        plan = self._judge.plan(chosen)
+        if not self._judge.in_time(plan, self._seconds):
             return None
-        found = (plan.peak, _written(plan)), list(shares), plan
+        found = (plan.peak, written(plan)), list(shares), plan
         if self._best is None or found[0] < self._best[0]:
             self._best = found
         return found
@@ -576,49 +497,27 @@ class _Shares:
                     yield changed
 
 
-def _written(plan: Plan) -> int:
-    """Bytes written to all tiers."""
-    return sum(plan.timeline.written.values())
+LAYOUTS = ("among recomputed", "among offloaded", "over all", "offloaded first", "offloaded after")
+"""Where offloaded and recomputed blocks are. What is kept are the last ones, unless they are spread over all."""
 
-
-def _first(plan: Plan) -> int:
-    """Bytes written to the first tier."""
-    return next(iter(plan.timeline.written.values()), 0)
-
-
-Layout = Callable[[int, int, int], list[str]]
-"""(blocks, offloaded, recomputed) to one of "offload", "recompute", "keep" for each block."""
-
-
-def _offloaded_first(count: int, offloaded: int, recomputed: int) -> list[str]:
-    kept = count - offloaded - recomputed
-    return ["offload"] * offloaded + ["recompute"] * recomputed + ["keep"] * kept
-
-
-def _offloaded_after(count: int, offloaded: int, recomputed: int) -> list[str]:
-    kept = count - offloaded - recomputed
-    return ["recompute"] * recomputed + ["offload"] * offloaded + ["keep"] * kept
-
-
-def _among_recomputed(count: int, offloaded: int, recomputed: int) -> list[str]:
-    kept = count - offloaded - recomputed
-    return _spread("offload", offloaded, ["recompute"] * recomputed) + ["keep"] * kept
-
-
-def _among_offloaded(count: int, offloaded: int, recomputed: int) -> list[str]:
-    kept = count - offloaded - recomputed
-    return _spread("recompute", recomputed, ["offload"] * offloaded) + ["keep"] * kept
-
-
-def _over_all(count: int, offloaded: int, recomputed: int) -> list[str]:
-    kept = count - offloaded - recomputed
-    return _spread("offload", offloaded, ["recompute"] * recomputed + ["keep"] * kept)
-
-
-LAYOUTS = (_among_recomputed, _among_offloaded, _over_all, _offloaded_first, _offloaded_after)
-
-Shape = tuple[str, Callable[[list[int]], dict[int, str]], Layout]
+Shape = tuple[str, Callable[[list[int]], dict[int, str]], str]
 """What happens to blocks that are neither offloaded nor recomputed, the tiers of offloaded ones, and the layout."""
+
+
+def _laid_out(layout: str, count: int, offloaded: int, recomputed: int) -> list[str]:
+    """One of "offload", "recompute", "keep" for each of `count` blocks."""
+    away, again = ["offload"] * offloaded, ["recompute"] * recomputed
+    kept = ["keep"] * (count - offloaded - recomputed)
+    match layout:
+        case "among recomputed":
+            return _spread("offload", offloaded, again) + kept
+        case "among offloaded":
+            return _spread("recompute", recomputed, away) + kept
+        case "over all":
+            return _spread("offload", offloaded, again + kept)
+        case "offloaded first":
+            return away + again + kept
+    return again + away + kept
 
 
 def _spread(name: str, count: int, others: list[str]) -> list[str]:
@@ -633,6 +532,6 @@ def _alive(order: Sequence[Pass]) -> int:
     """Return the most microbatches between their forward and their backward at once."""
     alive = most = 0
     for one in order:
-        alive += {"forward": 1, "backward": -1}.get(one.kind, 0)
+        alive += 1 if one.kind == "forward" else -1
         most = max(most, alive)
     return most

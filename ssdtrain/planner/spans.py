@@ -1,69 +1,29 @@
-"""Which regions of a tape each block saved, and whether a block may run a second time."""
+"""Which regions of a tape each block saved, and what it did that a second run must not do."""
 
 from __future__ import annotations
 
-import random
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from ssdtrain.planner.attributes import Attributes
-from ssdtrain.profile.containers import leaves
-from ssdtrain.profile.modules import no_hook
-
-__all__ = [
-    "BlockSpan",
-    "BlockSpans",
-    "Collectives",
-    "has_other_parameters",
-    "may_run_again",
-    "own_generators",
-    "transformed",
-    "versions",
-]
-
-_PLAIN = (
-    *(Tensor, type(None), bool, int, float, complex, str, bytes),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size),
+from ssdtrain.planner.recompute.attributes import Attributes
+from ssdtrain.planner.recompute.purity import (
+    OBJECT,
+    OTHER_PARAMETERS,
+    has_other_parameters,
+    may_run_again,
+    transformed,
+    versions,
 )
-"""What a block is called with, also in containers, where it may run again: a cache, for one, would be filled twice."""
+from ssdtrain.profile.containers import leaves
+from ssdtrain.profile.modules import ModuleHook
 
-
-def may_run_again(arguments: Any) -> bool:
-    """False if `arguments` hold an object that a second run of the block could find changed by the first. Containers it gets as
-    they were: see `ssdtrain.offload.checkpoint`."""
-    return all(isinstance(value, _PLAIN) for value in leaves(arguments))
-
-
-def has_other_parameters(block: nn.Module) -> bool:
-    """True while tensors stand in the place of its parameters (`torch.func.functional_call`): in backward they do not."""
-    found = (one for module in block.modules() for one in module._parameters.values())
-    return not all(one is None or isinstance(one, nn.Parameter) for one in found)
-
-
-def own_generators(blocks: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Why some of these blocks, by name, must not run again: they have random generators, which nobody would restore."""
-    kinds: tuple[type, ...] = (torch.Generator, random.Random)
-    if (numpy := sys.modules.get("numpy.random")) is not None:
-        kinds += (numpy.Generator, numpy.RandomState)
-    why = "it has a random generator of its own"
-    return {
-        name: why
-        for name, block in blocks.items()
-        if any(isinstance(one, kinds) for module in block.modules() for one in vars(module).values())
-    }
-
-
-def transformed() -> bool:
-    """True inside of a transform of torch.func: its tensors have no storages, and some of them allow no saved-tensor hooks."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+__all__ = ["BlockSpan", "BlockSpans"]
 
 
 @dataclass
@@ -95,52 +55,6 @@ class BlockSpan:
     def pure(self) -> bool:
         """It may run again."""
         return not self.why
-
-
-COMMUNICATION = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "symm_mem")
-"""Namespaces of torch's operators of collectives and of messages between two ranks."""
-
-OTHER_PARAMETERS = (
-    "it is called with other tensors in the place of its parameters (torch.func.functional_call)"
-)
-
-OBJECT = "it is called with an object that is no tensor or plain value (a cache: use_cache=False)"
-
-
-class Collectives(TorchDispatchMode):
-    """While it is active, calls `seen` before every collective and message of this thread, with its process group where that is
-    known, else None.
-
-    A second run of what communicates would pair with whatever another rank, which runs nothing again, sends next.
-    """
-
-    def __init__(self, seen: Callable[[Any], None]) -> None:
-        super().__init__()
-        self._seen = seen
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """What is compiled runs compiled all the same."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A Parameter may come here as a class of its own, without operations of its own.
-        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
-            return NotImplemented  # a DTensor, for one: its operations on plain tensors are seen
-        if func.namespace in COMMUNICATION:
-            self._seen(_group_of(args))
-        return func(*args, **(kwargs or {}))
-
-
-def _group_of(arguments: Sequence[Any]) -> Any:
-    """The process group among the arguments of an operator; None: it has none of that type."""
-    for value in arguments:
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return torch.distributed.ProcessGroup.unbox(value)
-            except (AttributeError, RuntimeError, TypeError):
-                continue
-    return None
 
 
 class _RunningBlock(NamedTuple):
@@ -181,8 +95,10 @@ class BlockSpans:
         ] = []  # regions that the program may have: span, its number, index
         self._hooks = []
         for name, block in blocks.items():
-            self._hooks.append(block.register_forward_pre_hook(_Before(self, name), with_kwargs=True))
-            self._hooks.append(block.register_forward_hook(_After(self, name)))
+            self._hooks.append(
+                block.register_forward_pre_hook(ModuleHook(self._enter, name), with_kwargs=True)
+            )
+            self._hooks.append(block.register_forward_hook(ModuleHook(self._leave, name)))
 
     @contextmanager
     def forward(self, tape: Any) -> Iterator[list[BlockSpan]]:
@@ -204,7 +120,7 @@ class BlockSpans:
         recorder = self._engine.recorder
         return recorder if recorder.active else None
 
-    def enter(self, name: str, block: nn.Module, arguments: Any) -> None:
+    def _enter(self, name: str, block: nn.Module, *arguments: Any) -> None:
         tape = self.tape
         if (
             tape is None
@@ -244,7 +160,7 @@ class BlockSpans:
                 self._running.span.why or "it communicates with other ranks in its forward"
             )
 
-    def leave(self, name: str, block: nn.Module) -> None:
+    def _leave(self, name: str, block: nn.Module, *_: Any) -> None:
         running, tape, recorder = self._running, self.tape, self._recorder()
         if running is None or running.span.name != name or self._thread != threading.get_ident():
             return
@@ -287,34 +203,5 @@ class BlockSpans:
         self._watched = still
 
 
-def versions(tensors: Iterable[Tensor]) -> list[int]:
-    """How often each tensor was changed in place, where torch counts it."""
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
-
-
 def _identities(tensors: Iterable[Tensor]) -> list[int]:
     return [id(tensor) for tensor in tensors]
-
-
-class _Before:
-    """Copied or pickled as a hook without effect."""
-
-    def __init__(self, spans: BlockSpans, name: str) -> None:
-        self.spans, self.name = spans, name
-
-    def __call__(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self.spans.enter(self.name, block, (args, kwargs))
-
-    def __reduce__(self) -> Any:
-        return no_hook()
-
-
-class _After:
-    def __init__(self, spans: BlockSpans, name: str) -> None:
-        self.spans, self.name = spans, name
-
-    def __call__(self, block: nn.Module, *_: Any) -> None:
-        self.spans.leave(self.name, block)
-
-    def __reduce__(self) -> Any:
-        return no_hook()

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
-from torch import nn
-
-from ssdtrain.features import Forward
+from ssdtrain.features import Feature
 from ssdtrain.offload.tensors.meter import Peaks
-from ssdtrain.planner.model.types import StepTimeline
+from ssdtrain.planner.explain import Outcome
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 
 if TYPE_CHECKING:
@@ -20,27 +17,25 @@ if TYPE_CHECKING:
 __all__ = ["PlanSubject"]
 
 
-class PlanSubject:
+class PlanSubject(Feature, ABC):
     """Records steps, describes them as a problem of the search, and carries plans out. What is decided, and when, is the
-    controller's; this says whether there is a reason that it alone can see. What is not overridden does nothing.
+    controller's, which also calls the methods of a feature; this says whether there is a reason that it alone can see.
 
     Attributes:
-        resting: forwards run without hooks.
-        agreed: ranks have decided which blocks all of them recompute.
+        note: the end of the table of a plan.
     """
 
+    TITLE: str
+    """What decides, in the words of the table."""
     METRICS: str
     """Prefix of the metrics' names."""
-    ENDLESS: str
-    """What is not done while no step ends: see `Feature.on_unended_step`."""
     MEASURES_OUTCOME = False
     """Whether what came of a plan is said with its table, two steps later."""
     SETTLES = ""
     """Reason of a plan of which it says nothing about the bandwidths that it is the one of before."""
 
-    resting = agreed = False
-
-    def __init__(self) -> None:
+    def __init__(self, note: str = "") -> None:
+        self.note = note
         self._controller: weakref.ref[PlanController] | None = None
 
     def begin(self, controller: PlanController) -> None:
@@ -56,43 +51,34 @@ class PlanSubject:
 
     # Events
 
-    def attach(self, model: nn.Module) -> None:
-        """See `Feature.attach`; so the next two."""
-
-    def before_call(self, module: nn.Module, arguments: Any) -> None: ...
-
-    def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
-        return None
-
-    def unended(self) -> None:
-        """Record no more of a step of many forwards: records must not fill memory."""
-
-    def failed(self) -> bool:
-        """A step ended by an exception. Returns whether it is no step that is planned from."""
+    @property
+    def resting(self) -> bool:
+        """Whether forwards run without hooks."""
         return False
 
     def rested(self) -> None:
         """A step without hooks is over."""
 
+    def failed(self) -> bool:
+        """A step ended by an exception. Returns whether it is no step that is planned from."""
+        return False
+
+    @abstractmethod
     def step_ended(self, unoffloaded: int) -> bool:
         """Take what was recorded of a step whose peak without offload is so many bytes.
 
         Returns:
             Whether there is something new that a plan may be made from.
         """
-        raise NotImplementedError
 
     def settle(self) -> None:
         """A step is over, and a plan was made if one was due."""
 
-    def detach(self) -> None:
-        """Leave everything as it was. Idempotent."""
-
     # When to plan again
 
+    @abstractmethod
     def ready(self, fresh: bool) -> bool:
         """Whether a plan can be made from what was measured. `fresh`: what `step_ended` returned."""
-        raise NotImplementedError
 
     def due(self) -> str:
         """Why a plan is due, where none is so far. Empty: none is."""
@@ -101,9 +87,9 @@ class PlanSubject:
     def requested(self) -> None:
         """A plan is due."""
 
+    @abstractmethod
     def moves(self) -> bool:
         """Whether bandwidths are measured under the plan."""
-        raise NotImplementedError
 
     def probes(self) -> bool:
         """Whether it is time to look whether the tiers are faster now."""
@@ -115,21 +101,26 @@ class PlanSubject:
 
     # Planning
 
+    @property
+    def agreed(self) -> bool:
+        """Whether ranks have decided which blocks all of them recompute."""
+        return False
+
+    @abstractmethod
     def problem(self) -> SearchProblem:
         """What is searched."""
-        raise NotImplementedError
 
+    @abstractmethod
     def larger(self) -> float:
         """Size of the largest forward, which has to fit too, over the size of the one that was recorded; at least 1."""
-        raise NotImplementedError
 
     def write_rate(self, problem: SearchProblem, borne: float | None) -> float | None:
         """Bytes per second that the first tier is written at most, of which its drives bear `borne`; None: no limit."""
         return borne
 
+    @abstractmethod
     def follow(self, before: Plan | None, problem: SearchProblem, plan: Plan) -> bool:
         """Carry out a plan from the next forward on. Returns whether it is the one of before."""
-        raise NotImplementedError
 
     def warn_of_limits(self, error: NoPlan, *, started: bool) -> bool:
         """Say why the plan that is nearest to the limits is followed, where it is for a reason of its own. Returns whether it is.
@@ -139,23 +130,6 @@ class PlanSubject:
         """
         return False
 
-    # Reports
-
-    def table(
-        self,
-        problem: SearchProblem,
-        plans: Sequence[Plan],
-        kept: StepTimeline,
-        limit: int | None,
-        better: Sequence[tuple[str, Plan | None]],
-    ) -> str:
-        """What was decided: see `plan_table`. Empty: nothing is said yet."""
-        return ""
-
-    def outcome(self, peaks: Peaks, seconds: float) -> str:
-        """What was decided, predicted and measured, as a table, with a warning where it gives nothing. Empty: nothing is said."""
-        return ""
-
-    def description(self, limit: int | None) -> str:
-        """See `Feature.description`."""
-        return ""
+    def outcome(self, peaks: Peaks, seconds: float) -> Outcome | None:
+        """What was measured in a step of `seconds` under the plan. None: it is not known, or not said."""
+        return None

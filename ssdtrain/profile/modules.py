@@ -14,7 +14,7 @@ from torch import nn
 
 from ssdtrain.profile.time_spans import Spans
 
-__all__ = ["ModuleNames", "Running", "matches", "no_hook", "plain_name"]
+__all__ = ["ModuleHook", "ModuleNames", "Running", "matches", "plain_name"]
 
 
 _WRAPPER = "module."
@@ -83,11 +83,11 @@ class ModuleNames:
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks
             running = Running(plain_name(name), type(module).__name__)
-            before = module.register_forward_pre_hook(_Enter(self, running), prepend=True)
-            after = module.register_forward_hook(_Leave(self, running), always_call=True)
+            before = module.register_forward_pre_hook(ModuleHook(self.enter, running), prepend=True)
+            after = module.register_forward_hook(ModuleHook(self.leave, running), always_call=True)
             self._removals += [before.remove, after.remove]
 
-    def enter(self, running: Running) -> None:
+    def enter(self, running: Running, *_: object) -> None:
         """The forward of a module begins.
 
         One that is on the stack already was left there by an interrupt (Ctrl-C), after which torch calls no hooks: it goes, and
@@ -99,7 +99,7 @@ class ModuleNames:
                 began = spans.opened(running.name)
                 self._local.began = (*self._open(spans), (running, spans, began))
 
-    def leave(self, running: Running) -> None:
+    def leave(self, running: Running, *_: object) -> None:
         """The forward of a module is over, and all that ran inside of it."""
         if not torch.compiler.is_compiling():
             self._local.stack = self._below(running)
@@ -137,37 +137,21 @@ class ModuleNames:
         self._local.stack = ()  # no hook is left to take a running module off
 
 
-_NO_HOOK = getattr, (contextlib.nullcontext(), "__exit__")
-"""See `no_hook`: what does nothing, and is found without this package where a file is loaded."""
+class ModuleHook:
+    """A hook of modules that calls a function. Copied or pickled as a hook without effect, which is found without this package.
 
+    Args:
+        function: gets `first`, then what a hook gets.
+    """
 
-def no_hook() -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """What `__reduce__` of a hook returns that is copied or pickled as one without effect."""
-    return _NO_HOOK
+    def __init__(self, function: Callable[..., object], *first: Any) -> None:
+        self._function, self._first = function, first
 
+    def __call__(self, *arguments: Any) -> None:
+        self._function(*self._first, *arguments)
 
-class _Enter:
-    """Copied or pickled as a hook without effect."""
-
-    def __init__(self, names: ModuleNames, running: Running) -> None:
-        self.names, self.running = names, running
-
-    def __call__(self, *_: Any) -> None:
-        self.names.enter(self.running)
-
-    def __reduce__(self) -> Any:
-        return no_hook()
-
-
-class _Leave:
-    def __init__(self, names: ModuleNames, running: Running) -> None:
-        self.names, self.running = names, running
-
-    def __call__(self, *_: Any) -> None:
-        self.names.leave(self.running)
-
-    def __reduce__(self) -> Any:
-        return no_hook()
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return getattr, (contextlib.nullcontext(), "__exit__")
 
 
 def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:

@@ -19,8 +19,7 @@ from ssdtrain.integration.random_trackers import register_trackers
 from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tensors.tape import Tape
-from ssdtrain.planner.execute import recomputable_blocks
-from ssdtrain.planner.plan_blocks import PlanBlocks
+from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
 from ssdtrain.pytorch.attached import attach_model
 from ssdtrain.runtime import Runtime
 

@@ -11,8 +11,8 @@ from torch import nn
 import ssdtrain
 import ssdtrain_ds.checkpointing
 from ssdtrain.config import ConfigError, load_config
-from ssdtrain.planner.block_times import kind_of
 from ssdtrain.planner.controller import PlanController
+from ssdtrain.planner.profile import kind_of
 from ssdtrain_ds import _compat
 from ssdtrain_ds.plan import plan_blocks
 from tests.deepspeed.conftest import MakeEngine, train

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ssdtrain.config import parse_amount
-from ssdtrain.offload.policy import REMEMBERED, AmountPolicy, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.policy import AmountPolicy, ForwardProfile, ForwardSizes, SavedTensorInfo
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime
 
@@ -63,7 +63,7 @@ def test_shorter_microbatches_are_learnt_when_they_have_come_to_stay() -> None:
     def offloads(nbytes: int, chunk: int = 0) -> bool:
         return policy.decide(SavedTensorInfo(chunk, 0, 0, 0, nbytes, torch.float32, ())).offload
 
-    for nbytes in [1000] + [100] * (REMEMBERED - 1):
+    for nbytes in [1000] + [100] * (ForwardSizes.REMEMBERED - 1):
         policy.observe(ForwardProfile(0, 0, nbytes, 0.0, 0.0))
     assert offloads(500)
     policy.observe(ForwardProfile(0, 0, 100, 0.0, 0.0))

@@ -9,9 +9,9 @@ import torch
 
 from ssdtrain.device import device_for
 from ssdtrain.planner.finder import EQUAL, HIDDEN, Goal, PlanFinder
-from ssdtrain.planner.measured import regions_problem
 from ssdtrain.planner.model.types import Block, Choice, Machine, Pass, StepTimeline
 from ssdtrain.planner.plans import NoPlan, Plan, kept_step
+from ssdtrain.planner.profile import regions_problem
 
 
 class Offloads(NamedTuple):

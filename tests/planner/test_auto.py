@@ -11,11 +11,11 @@ from torch import nn
 import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.config.units import MiB
-from ssdtrain.planner.arena import ArenaCost
 from ssdtrain.planner.controller import PlanController
-from ssdtrain.planner.decisions import Outcome, decision_table
-from ssdtrain.planner.measured import Profile, regions_problem
+from ssdtrain.planner.derating import ArenaCost
+from ssdtrain.planner.explain import Outcome, plan_table
 from ssdtrain.planner.model.types import KEPT, Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.regions import AdaptivePolicy
 from ssdtrain.runtime import Runtime
 from ssdtrain.steps import UNENDED_FORWARDS
@@ -256,10 +256,10 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
     )
     chosen = choose_offloads(problem.chunks, problem.order, problem.machine)
     outcome = Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02})
-    text = decision_table(profile.chunks, problem, chosen.plan, chosen.kept, outcome)
+    text = plan_table("auto", problem, [chosen.plan], chosen.kept, outcome=outcome)
     assert "offload" in text and "hidden" in text
-    assert "\n  chunk 0: region 0" in text
-    assert "5.00 MiB measured, 10.0 MiB without offload" in text
+    assert "\n  region 0" in text
+    assert "measured: activation peak 5.00 MiB, 10.0 MiB without offload" in text
     assert "waited 20.0 ms for layers.1" in text
 
 

@@ -18,8 +18,8 @@ from ssdtrain.planner.derating import (
     MOST_CALM_STEPS,
     SHORTEST,
     STALLS,
-    Backoff,
     BandwidthDerating,
+    Cause,
     Rates,
     StallMargin,
 )
@@ -27,27 +27,30 @@ from ssdtrain.planner.finder import Goal
 from ssdtrain.storage.metrics import StoreMetrics
 
 
-def searches(backoff: Backoff, steps: range, *, new: bool = False) -> list[int]:
-    """Steps in which one is made, where there is a reason for it in each."""
+def searches(cause: Cause, steps: range, *, new: bool = False) -> list[int]:
+    """Steps in which one is made, where it is seen in each."""
     found = []
     for step in steps:
-        if backoff.due(step):
+        cause.observe(True)
+        if cause.due(step):
             found.append(step)
-            backoff.searched(step, new=new)
+            cause.searched(step, STALLS, new=new)
     return found
 
 
 def test_a_search_that_brings_nothing_new_is_made_after_twice_as_many_steps() -> None:
-    backoff = Backoff()
-    found = searches(backoff, range(600))
+    cause = Cause(STALLS)
+    found = searches(cause, range(600))
     waits = [later - step for step, later in pairwise(found)]
     assert waits[:6] == [SHORTEST, 8, 16, 32, 64, LONGEST_BACKOFF]
     assert set(waits[6:]) == {LONGEST_BACKOFF}
-    backoff.searched(700, new=True)
-    assert searches(backoff, range(701, 716)) == [701, 705, 713]
-    assert searches(Backoff(), range(5), new=True) == [0, 1, 2, 3, 4]
-    backoff.searched(5000, new=False)  # long after it was due: what came before is forgotten
-    assert searches(backoff, range(5001, 5020)) == [5004, 5012]
+    cause.searched(700, STALLS, new=True)
+    assert searches(cause, range(701, 716)) == [702, 706, 714]
+    assert searches(Cause(STALLS), range(6), new=True) == [1, 3, 5]  # seen in two steps in turn
+    cause.searched(5000, STALLS, new=False)  # long after it was due: what came before is forgotten
+    assert searches(cause, range(5001, 5020)) == [5004, 5012]
+    cause.searched(6000, DRIFTED, new=False)
+    assert searches(cause, range(6001, 6005)) == [6002]  # for another cause: it does not wait
 
 
 def test_a_drive_that_changes_between_two_speeds_is_planned_for_ever_less_often(
@@ -91,8 +94,8 @@ def test_stalls_that_no_margin_ends_are_searched_for_ever_less_often_and_the_mar
         margin.observe(0.5, 0.0)
         if why := margin.changed(step):
             asked.append(why)
-            margin.requested()
-            margin.planned(step, why, new=False)
+            margin.cause.searched(step, why, new=False)
+            margin.planned()
         values.append(margin.value)
     assert min(values) == LEAST
     assert len(asked) < 60
@@ -106,8 +109,8 @@ def test_a_margin_with_which_there_is_no_plan_is_not_kept() -> None:
         if why := margin.changed(step):
             assert why == STALLS and margin.value < 1
             asked.append(step)
-            margin.requested()
-            margin.failed(step)
+            margin.cause.searched(step, why, new=False)
+            margin.failed()
             assert margin.value == 1
     assert len(asked) <= 8
     for step in range(300, 300 + CALM_STEPS):

@@ -15,12 +15,11 @@ from ssdtrain.config import load_config
 from ssdtrain.features import Step
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.derating import DRIFTED, BandwidthDerating, Rates
-from ssdtrain.planner.finder import Goal
-from ssdtrain.planner.measured import Profile
+from ssdtrain.planner.finder import DeviceHeadroom, DeviceMemory, Goal
 from ssdtrain.planner.model.types import KEPT
 from ssdtrain.planner.plans import NoPlan, SearchProblem
+from ssdtrain.planner.profile import Profile
 from ssdtrain.planner.regions import SEVERAL, AdaptivePolicy, Regions
-from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
 from ssdtrain.runtime import Runtime
 from tests.offload.conftest import settled
 from tests.planner import test_auto
@@ -145,7 +144,7 @@ def test_a_drive_that_changed_and_leaves_no_plan_keeps_the_margin_of_the_plan(
         margin.value = 0.5
         planned(runtime, controller)
         controller._finder.goal = Goal(1)
-        margin.reset()
+        margin.value = 1.0
         again(runtime, controller, DRIFTED)
         assert margin.value == 0.5
 

@@ -12,10 +12,11 @@ from torch import nn
 import ssdtrain
 from examples.support.model import GPT, GPTConfig
 from ssdtrain.offload.checkpoint import Checkpoint
-from ssdtrain.planner.execute import BlockPolicy, plan_blocks, recompute_blocks, recompute_modules
+from ssdtrain.planner.execute import BlockPolicy
 from ssdtrain.planner.model.types import Machine, Tier
 from ssdtrain.planner.plans import NoPlan
-from ssdtrain.profile.blocks import profile_blocks
+from ssdtrain.planner.recompute.modules import recompute_blocks, recompute_modules
+from ssdtrain.tools.model_profile import plan_blocks, profile_blocks
 
 LAYERS = 4
 

@@ -10,12 +10,11 @@ import torch
 import ssdtrain
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.planner.blocks import RECORDED, WARM_UP, bound_stores
-from ssdtrain.planner.finder import Goal, PlanFinder
+from ssdtrain.planner.finder import DeviceHeadroom, DeviceMemory, Goal, PlanFinder
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import KEPT, Block, Machine, one_after_the_other
 from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.regions import Regions
-from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
 from ssdtrain.planner.search import search
 from ssdtrain.steps import UNENDED_FORWARDS
 from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, blocks_of, equal, gpt, train

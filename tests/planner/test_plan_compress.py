@@ -16,7 +16,7 @@ from ssdtrain.planner.blocks import RECORDED, WARM_UP
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.explain import plan_table
 from ssdtrain.planner.model.timeline import simulate
-from ssdtrain.planner.model.types import COMPRESS, KEPT, Block, Machine, one_after_the_other
+from ssdtrain.planner.model.types import KEPT, Block, Machine, one_after_the_other
 from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
 from tests.planner.test_plan_auto import LAYERS, QUIET, auto_of, equal, gpt, train
@@ -55,7 +55,7 @@ def test_blocks_are_compressed_only_where_a_block_saves_less_by_it() -> None:
         Block("c", **given, compressed=smaller),
     ]
     problem = SearchProblem(
-        [blocks], one_after_the_other(), Machine(), actions_for(Machine(), recompute=False, compress=COMPRESS)
+        [blocks], one_after_the_other(), Machine(), actions_for(Machine(), recompute=False, compress=True)
     )
     [found, *_] = search(problem, Limits(240))
     assert sorted(found.actions) == ["compress", "keep", "keep"] and found.actions[0] == "keep"
@@ -64,7 +64,7 @@ def test_blocks_are_compressed_only_where_a_block_saves_less_by_it() -> None:
         search(problem, Limits(179))
     assert raised.value.smallest.peak == 180
     kept = simulate([blocks], [[KEPT] * 3], problem.order, Machine())
-    table = plan_table(blocks, [found], kept, 240)
+    table = plan_table("plan auto", problem, [found], kept, limit=240)
     assert "compress 100 B to 40 B (lossy), costs 400 ms" in table
 
 
@@ -72,10 +72,11 @@ def test_what_is_lossy_is_not_chosen_where_it_brings_nothing() -> None:
     block = Block("a", forward=1.0, backward=2.0, saved=100)
     blocks = [replace(block, compressed=replace(block, saved=40))] * 3
     problem = SearchProblem(
-        [blocks], one_after_the_other(), Machine(), actions_for(Machine(), recompute=False, compress=COMPRESS)
+        [blocks], one_after_the_other(), Machine(), actions_for(Machine(), recompute=False, compress=True)
     )
     [found, *_] = search(problem, Limits(300))
     assert found.actions == ("keep",) * 3
+    assert "compress" not in actions_for(Machine())
 
 
 def followed(limit: int) -> PlanController:

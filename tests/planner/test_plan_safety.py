@@ -23,13 +23,13 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 import ssdtrain
 from ssdtrain.config import ConfigError, PlanConfig, load_config
 from ssdtrain.planner.controller import PlanController
-from ssdtrain.planner.execute import BlockPolicy, recomputable_blocks
+from ssdtrain.planner.execute import BlockPolicy
 from ssdtrain.planner.finder import Goal
 from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
-from ssdtrain.planner.plan_blocks import PlanBlocks
+from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
 from ssdtrain.planner.plans import Objective, SearchProblem, actions_for
+from ssdtrain.planner.recompute.purity import may_run_again
 from ssdtrain.planner.search import search
-from ssdtrain.planner.spans import may_run_again
 from ssdtrain.runtime import Runtime
 from ssdtrain.steps import Step
 from tests.planner.test_plan_auto import (

@@ -20,9 +20,9 @@ from torch import nn
 from torch.utils.checkpoint import _CheckpointFrame
 
 import ssdtrain
-from ssdtrain.planner import recomputations
-from ssdtrain.planner.execute import recompute_blocks
-from ssdtrain.planner.recomputations import COMPARED_EVERY, COMPARED_FIRST
+from ssdtrain.planner.recompute import fingerprints, trials
+from ssdtrain.planner.recompute.modules import recompute_blocks
+from ssdtrain.planner.recompute.trials import COMPARED_EVERY, COMPARED_FIRST
 from tests.planner.test_plan_auto import auto_of, blocks_of, equal
 from tests.planner.test_plan_safety import LEAST
 
@@ -346,10 +346,10 @@ def test_a_trial_keeps_nothing_for_a_graph_that_is_retained(tmp_path: Path) -> N
     frames = lambda: [one for one in gc.get_objects() if isinstance(one, _CheckpointFrame)]  # noqa: E731
     planned = Loop(Net())
     with ssdtrain.attach(planned.net, with_tiers(LEAST, True, tmp_path)) as runtime:
-        while not blocks_of(runtime)._recomputations._alike:
+        while not blocks_of(runtime)._recomputations.settled:
             loss = planned.net(torch.randn(64, WIDTH))
             loss.backward(retain_graph=True)
-            if blocks_of(runtime)._recomputations._alike:
+            if blocks_of(runtime)._recomputations.settled:
                 assert not frames()
             planned.optimizer.step()
             del loss
@@ -372,10 +372,8 @@ def test_a_difference_that_begins_late_is_found_by_the_steps_that_are_compared_n
 
 def test_steps_that_are_not_compared_take_no_fingerprints(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[torch.Tensor] = []
-    plain = recomputations._fingerprints
-    monkeypatch.setattr(
-        recomputations, "_fingerprints", lambda tensor: (taken.append(tensor), plain(tensor))[1]
-    )
+    plain = fingerprints.fingerprints
+    monkeypatch.setattr(trials, "fingerprints", lambda tensor: (taken.append(tensor), plain(tensor))[1])
     planned, by_step = Loop(Net()), list[int]()
     with ssdtrain.attach(planned.net, LEAST) as runtime:
         for _ in range(WARM + COMPARED_EVERY):
@@ -463,14 +461,14 @@ def test_tensors_of_another_threads_graph_keep_no_block_from_a_trial() -> None:
 
     def ahead() -> None:
         x = torch.ones((), requires_grad=True)
-        for _ in range(recomputations._sequence_number() + 100_000):
+        for _ in range(trials._sequence_number() + 100_000):
             y = x * 1
         made.append(y)
 
-    here = recomputations._sequence_number()
+    here = trials._sequence_number()
     with ThreadPoolExecutor(1) as pool:
         pool.submit(ahead).result()
-        while pool.submit(recomputations._sequence_number).result() <= here + 10_000:
+        while pool.submit(trials._sequence_number).result() <= here + 10_000:
             pool.submit(ahead).result()
     test_a_block_that_gives_a_tensor_to_the_loop_does_not_run_twice_before_its_loss(given=False)
     assert made
@@ -479,9 +477,9 @@ def test_tensors_of_another_threads_graph_keep_no_block_from_a_trial() -> None:
 @pytest.mark.parametrize("size", [(), (2,)])
 def test_one_or_two_integers_on_a_gpu_prove_nothing(size: tuple[int, ...]) -> None:
     """As the state of a generator that attention saves unwritten where nothing is dropped."""
-    state = recomputations._Fingerprint((torch.int64, size), digest=torch.zeros((), device="meta"))
-    other = recomputations._Fingerprint((torch.int64, size), digest=torch.ones((), device="meta"))
-    assert not recomputations._difference([[state]], [[other]])
+    state = fingerprints.Fingerprint((torch.int64, size), digest=torch.zeros((), device="meta"))
+    other = fingerprints.Fingerprint((torch.int64, size), digest=torch.ones((), device="meta"))
+    assert not fingerprints.difference([[state]], [[other]])
 
 
 def test_a_second_run_ends_at_its_last_saved_tensor_when_it_is_compared() -> None:
@@ -525,7 +523,7 @@ def test_a_fingerprint_tells_any_change_of_bits_or_order(dtype: torch.dtype, siz
     torch.manual_seed(0)
 
     def value(tensor: torch.Tensor) -> int:
-        [fingerprint] = recomputations._fingerprints(tensor)
+        [fingerprint] = fingerprints.fingerprints(tensor)
         assert fingerprint.digest is not None
         return int(fingerprint.digest)
 

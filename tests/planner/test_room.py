@@ -6,7 +6,7 @@ from benchmarks.adaptive_amount import AutoRun
 from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
 from ssdtrain.device import CpuDevice
-from ssdtrain.planner.room import DeviceHeadroom, DeviceMemory
+from ssdtrain.planner.finder import DeviceHeadroom, DeviceMemory
 
 
 class Engine:

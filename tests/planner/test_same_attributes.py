@@ -14,8 +14,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
 import ssdtrain
-from ssdtrain.planner.execute import recompute_blocks
-from ssdtrain.planner.same_attributes import SMALL
+from ssdtrain.planner.recompute.attributes import SMALL
+from ssdtrain.planner.recompute.modules import recompute_blocks
 from tests.planner.test_plan_auto import STEPS, Stack, auto_of, equal, train
 from tests.planner.test_plan_safety import LEAST
 

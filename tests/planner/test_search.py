@@ -8,7 +8,6 @@ import pytest
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import (
     Block,
-    Choice,
     Link,
     Machine,
     Tier,
@@ -145,15 +144,6 @@ def test_the_first_tier_is_filled_up_to_its_capacity() -> None:
     [found, *_] = search(given, Limits(device=600), exact=0)
     assert 0 < found.timeline.tier_peak["host"] <= 250
     assert found.written > 0
-
-
-def test_nothing_lossy_is_chosen_unless_it_is_given() -> None:
-    on = Machine()
-    codec = Choice(ratio=0.25, encode=0.01, decode=0.01)
-    assert "compress" not in actions_for(on)
-    given = SearchProblem([blocks(8)], one_after_the_other(), on, actions_for(on, compress=codec))
-    [found, *_] = search(given, Limits(device=500), exact=0)
-    assert found.count("compress") > 0
 
 
 def test_a_limit_that_no_plan_can_meet_names_the_smallest_peak() -> None:

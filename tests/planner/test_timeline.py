@@ -192,13 +192,6 @@ def test_recomputation_keeps_inputs_and_runs_forward_again() -> None:
     assert (offloaded.seconds, offloaded.written["ssd"]) == (12.0, 30)
 
 
-def test_a_codec_moves_fewer_bytes_and_takes_time() -> None:
-    found = step([Choice("ssd", ratio=0.5, encode=0.1, decode=0.2), KEPT], machine())
-    assert found.written["ssd"] == 50
-    assert found.seconds == pytest.approx(6.3)
-    assert step([Choice(ratio=0.5), KEPT], machine()).peak_bytes == 150  # half of the first beside the last
-
-
 def test_bytes_that_no_choice_moves_are_counted() -> None:
     kept = step([KEPT, KEPT], machine(), fixed=7, forward_transient=1000, backward_transient=3)
     assert kept.peak_bytes == 214 + 1000
@@ -223,12 +216,6 @@ def test_the_next_tape_is_read_while_the_present_one_is_used() -> None:
     order = [Pass("forward", n) for n in range(3)] + [Pass("backward", n) for n in range(3)]
     found = step([SSD, KEPT], machine(1000, 1000), order=order)
     assert found.stall == 0.0
-
-
-def test_idle_time_lets_transfers_catch_up() -> None:
-    order = [Pass("forward"), Pass("idle", seconds=5.0), Pass("backward")]
-    found = step([SSD, KEPT, KEPT], machine(write=20, read=25), order=order)
-    assert (found.seconds, found.idle_seconds, found.compute_seconds, found.stall) == (14.0, 5.0, 9.0, 0.0)
 
 
 def test_reads_and_writes_of_a_shared_tier_take_turns() -> None:

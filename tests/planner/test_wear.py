@@ -37,50 +37,43 @@ def test_the_rate_is_that_of_saved_bytes_of_which_not_all_reach_the_drives() -> 
     limit = WearLimit(FakeDrive(100.0))  # type: ignore[arg-type]
     limit.observe(store(500), 1000, 10.0)
     assert limit.rate == pytest.approx(200.0)
-    assert not limit.exceeded()
+    assert not limit.exceeded(1)
 
 
 def test_drives_that_wear_faster_in_two_steps_in_turn_get_less() -> None:
     limit = WearLimit(FakeDrive(100.0))  # type: ignore[arg-type]
     limit.observe(store(2000), 2000, 10.0)
-    assert not limit.exceeded()
+    assert not limit.exceeded(1)
     limit.observe(store(4000), 4000, 10.0)
     before = limit.rate
-    assert limit.exceeded() and before is not None and limit.rate is not None and limit.rate < before
+    assert limit.exceeded(2) and before is not None and limit.rate is not None and limit.rate < before
     limit.observe(store(4500), 4500, 10.0)
-    assert not limit.exceeded() and limit.rate < 100.0
+    assert not limit.exceeded(3) and limit.rate < 100.0
 
 
 def test_a_plan_that_is_bound_by_wear_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
     limit = WearLimit(FakeDrive(2.0**30))  # type: ignore[arg-type]
     limit.observe(store(0), 0, 1.0)
     for bound in (False, True, True):
-        limit.planned(bound=bound, new=True)
+        limit.planned(bound=bound)
     [line] = [record.getMessage() for record in caplog.records]
     assert "at most 1.00 GiB/s are written to nvme0n1, for a life of 3 years" in line
 
 
-def test_a_rate_that_no_plan_keeps_to_is_tried_ever_less_often_and_said_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_wear_that_no_plan_lowers_is_searched_for_ever_less_often() -> None:
     limit, searched = WearLimit(FakeDrive(100.0)), []  # type: ignore[arg-type]
     for step in range(1, 200):
         limit.observe(store(2000 * step), 2000 * step, 10.0)
-        if limit.exceeded():
+        if limit.exceeded(step):
             searched.append(step)
-            assert limit.failed()
+            limit.cause.searched(step, limit.cause.why, new=False)
     assert 3 < len(searched) < 9
-    limit.observe(store(400_000), 400_000, 10.0)
-    assert limit.rate == pytest.approx(100.0)  # that of the plan that is followed
-    assert not limit.failed()  # searched for because of something else
-    [line] = [record.getMessage() for record in caplog.records]
-    assert "no plan within the limits writes less" in line
 
 
 def test_without_a_rating_there_is_no_limit() -> None:
     limit = WearLimit(FakeDrive(None))  # type: ignore[arg-type]
     limit.observe(store(10**12), 10**12, 1.0)
-    assert limit.rate is None and not limit.exceeded()
+    assert limit.rate is None and not limit.exceeded(1)
 
 
 @pytest.mark.parametrize(("years", "said"), [(3.0, True), (1e-9, False)])

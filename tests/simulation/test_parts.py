@@ -13,7 +13,8 @@ from ssdtrain.config.units import MiB
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import KEEP
-from ssdtrain.planner.decisions import Outcome, decision_table
+from ssdtrain.planner.explain import Outcome, plan_table
+from ssdtrain.planner.plans import kept_step
 from tests.offload.conftest import Parts
 from tests.simulation.conftest import random_layers
 from tests.support.simulated.training import LayerTimes, Machine, one_forward_one_backward, train
@@ -81,7 +82,8 @@ def test_the_predicted_peak_is_the_measured_one(layers: int, drive: float) -> No
         controller = run.controller
         assert controller.plan is not None and controller.problem is not None
         outcome = Outcome(0, 0, 1.0, 0.0, {})
-        table = decision_table([0], controller.problem, controller.plan, controller.kept, outcome)
+        kept = kept_step(controller.problem)
+        table = plan_table("auto", controller.problem, [controller.plan], kept, outcome=outcome)
         assert any(f"{share:.0%} offloaded" in table for share in shares)
 
 

@@ -72,7 +72,7 @@ class Simulation:
         self.now = self.began = self.host = 0.0
         self.gate = 0.0, BlockTimes()
         self.late: list[Saved] = []  # what leaves when the next operator has its memory
-        self.compute = self.idle = 0.0
+        self.compute = 0.0
         self.store_link_free = self.load_link_free = 0.0
         self.stores: deque[tuple[Job, Server, BlockTimes]] = deque()
         self.store_bytes = 0
@@ -131,14 +131,11 @@ class Simulation:
             if choice.recompute:
                 kept = block.inputs
                 self.hold(self.now, kept - alive)
-            if choice.encode:
-                self.run(choice.encode)
             for partial, job, of in self.partial_releases.passed(block.saved):
                 self.wait_in_hook(job.left, of, host=False)
                 self.leave(partial, self.now)
-            saved = Saved(round(kept * choice.ratio), storing=block.storing, held=block.held)
+            saved = Saved(kept, storing=block.storing, held=block.held)
             saved.held_to = owners[index] + block.held_blocks
-            self.hold(self.now, saved.nbytes - kept)
             tape.append(saved)
             # 3. Its hook: stores begin when the operator that saved has ended.
             if choice.tier != DEVICE and saved.nbytes:
@@ -337,8 +334,6 @@ class Simulation:
             began = self.now
             if block.backward_transient:
                 self.hold(began, block.backward_transient)
-            if choice.decode:
-                self.run(choice.decode)
             self.hold(began, block.saved - saved.nbytes)
             if choice.recompute:
                 self.hold(began, block.small)
@@ -417,8 +412,8 @@ class Simulation:
 
     def next_step(self) -> None:
         """What is counted from now on is the next step's."""
-        self.began, self.compute, self.idle = self.now, 0.0, 0.0
-        self.host = self.now
+        self.began = self.host = self.now
+        self.compute = 0.0
         for chunk in self.blocks:
             for times in chunk:
                 times.store_stall = times.load_stall = 0.0

@@ -57,10 +57,7 @@ def simulate(
         if number:
             running.next_step()
         for one in order:
-            if one.kind == "idle":
-                running.now += one.seconds
-                running.idle += one.seconds
-            elif one.kind == "forward":
+            if one.kind == "forward":
                 running.forward(one.chunk, one.microbatch)
             else:
                 running.backward(one.chunk, one.microbatch)
@@ -113,7 +110,6 @@ def _outcome(running: Simulation, memory: bool) -> StepTimeline:
     return StepTimeline(
         running.now - running.began,
         running.compute,
-        running.idle,
         sum(times.store_stall for times in flat),
         sum(times.load_stall for times in flat),
         peak + buffers,

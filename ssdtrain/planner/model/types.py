@@ -84,18 +84,8 @@ class Choice:
     """Drop `saved`, keep `inputs` (in `tier`), and run the forward again in backward."""
     compress: bool = False
     """The block is `Block.compressed`. Lossy."""
-    ratio: float = 1.0
-    """Bytes after encoding over bytes before; 1: no codec."""
-    encode: float = 0.0
-    """Seconds of encoding, on the stream that computes, after the block's forward."""
-    decode: float = 0.0
-    """Seconds of decoding, before its backward."""
     share: float = 1.0
     """Fraction of the bytes that goes to `tier`; the others are copied, and the copy stays on the device."""
-
-    @property
-    def lossy(self) -> bool:
-        return self.compress or self.ratio != 1.0
 
 
 KEPT = Choice()
@@ -166,13 +156,11 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """A forward or backward of one microbatch on one chunk, or `seconds` in which nothing is computed (a
-    bubble, the optimizer)."""
+    """A forward or backward of one microbatch on one chunk."""
 
-    kind: Literal["forward", "backward", "idle"]
+    kind: Literal["forward", "backward"]
     microbatch: int = 0
     chunk: int = 0
-    seconds: float = 0.0
 
 
 def one_after_the_other(microbatches: int = 1) -> list[Pass]:
@@ -218,8 +206,7 @@ class StepTimeline:
     seconds: float
     """Seconds from the first forward to the end of the last pass, of the last step."""
     compute_seconds: float
-    """Forward, backward, recomputation and codecs."""
-    idle_seconds: float
+    """Forward, backward and recomputation."""
     store_stall: float
     load_stall: float
     peak_bytes: int

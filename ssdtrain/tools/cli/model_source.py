@@ -23,7 +23,7 @@ RETURNS = "(model, step), where step takes no arguments, runs the model's forwar
 ON_FAKE_TENSORS = (
     "it runs on fake tensors, which have shapes and no values: leave out what reads values (.item(), .tolist(), .numpy(), "
     "`if tensor`, an index that is a mask), what loads weights, and extensions without a fake implementation; or measure "
-    "real steps with ssdtrain.profile.blocks.profile_blocks"
+    "real steps with ssdtrain.tools.model_profile.profile_blocks"
 )
 
 

@@ -273,7 +273,7 @@ class _Candidate:
     def at_least(self, objective: Objective) -> float:
         """`value` with everything kept, whose memory and writes of activations count nothing."""
         kept = ("keep",) * len(self.problem.blocks)
-        return self.value(objective, Plan(kept, StepTimeline(self.kept, self.kept, 0.0, 0.0, 0.0, 0, 0.0)))
+        return self.value(objective, Plan(kept, StepTimeline(self.kept, self.kept, 0.0, 0.0, 0, 0.0)))
 
 
 def _search_stage(

@@ -1,7 +1,7 @@
 """Estimates for a real model on hardware that is not available: its blocks are counted under fake tensors, which take no memory.
 
-Bytes are counted (`ssdtrain.profile.blocks`), FLOPs too (torch's counter, attention as matrix products); seconds are FLOPs over
-the part of the peak rate that is expected, backward twice forward.
+Bytes are counted (`ssdtrain.tools.model_profile`), FLOPs too (torch's counter, attention as matrix products); seconds are
+FLOPs over the part of the peak rate that is expected, backward twice forward.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import Limits, NoPlan, Plan, SearchProblem, actions_for
 from ssdtrain.planner.search import search
-from ssdtrain.profile.blocks import CountedStep, count_blocks, find_blocks
+from ssdtrain.profile.blocks import find_blocks
+from ssdtrain.tools.model_profile import CountedStep, count_blocks
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, Gpu, Ssds
 
 __all__ = ["Estimate", "Hardware", "estimate"]

@@ -4,10 +4,8 @@ Note: [What is compared]
 Backward of a recomputed block uses the graph of its forward, and takes nothing from the second run but the saved tensors. So in
 some steps both runs take a fingerprint of each tensor when it is saved, and the second run raises before backward gets a tensor
 that differs. Outputs are not compared: a difference that no saved tensor has reaches no gradient, and the second run ends at its
-last saved tensor in these steps too, since what comes after may free what backward has gathered (hooks of sharded parameters). A
-parameter is compared by identity: backward reads it as it is, also without recomputation. Bytes (uint8) prove nothing, since they
-are the workspace of a kernel that may leave some unwritten (LSTM); nor do one or two integers on a GPU: attention kernels leave
-the state of a generator unwritten where nothing is dropped.
+last saved tensor in these steps too, since what comes after may free what backward has gathered (hooks of sharded parameters).
+What counts as a difference: `ssdtrain.planner.recompute.fingerprints`.
 
 Note: [Trials]
 The first time that a block is to be recomputed it runs twice in forward, while what the first run saved is kept: if they differ,
@@ -34,21 +32,19 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
-import math
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
-from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 from ssdtrain.offload.functorch import disabled_because, replaced_hooks, top_hooks, without_modes
+from ssdtrain.planner.recompute.fingerprints import Fingerprint, difference, fingerprints
 from ssdtrain.profile.containers import leaves
 
 __all__ = ["COMPARED_EVERY", "COMPARED_FIRST", "Proven", "Recomputations"]
@@ -61,12 +57,6 @@ COMPARED_FIRST = 2
 COMPARED_EVERY = 31
 """One step in so many is compared later. A prime: no period of a loop falls on these steps alone."""
 
-_SLICE = 1 << 17
-"""Number of words of 8 bytes of which a fingerprint makes a product at a time."""
-
-_ODD = (-7046029254386353131, -4658895280553007687)
-"""Two odd numbers of 64 bits (those of the splitmix64 generator, as signed integers)."""
-
 
 class Recomputations:
     """What is compared, and which blocks differed.
@@ -78,8 +68,8 @@ class Recomputations:
     def __init__(self, *, agreed: bool = False) -> None:
         self.differing: dict[str, str] = {}
         """Names of blocks that computed other values when they ran again, with what differed."""
-        self._alike: set[str] = set()
-        self._untried: set[str] = set()  # these give tensors away
+        self.settled: set[str] = set()
+        """Names of blocks that are not tried any more: they computed the same twice, or give tensors away."""
         self._agreed, self._steps = agreed, 0
         self._warned = False
 
@@ -90,11 +80,7 @@ class Recomputations:
 
     def tries(self, name: str) -> bool:
         """Whether the block, which is to be recomputed, is tried in forward before. See Note: [Trials] and Note: [Ranks]."""
-        return self.compares and not self._agreed and name not in self._alike and name not in self._untried
-
-    def note_untried(self, name: str) -> None:
-        """A block gives tensors away: see Note: [What leaves a block beside its outputs]."""
-        self._untried.add(name)
+        return self.compares and not self._agreed and name not in self.settled
 
     def step_ended(self) -> None:
         self._steps += 1
@@ -117,10 +103,6 @@ class Recomputations:
                 reason,
             )
         return reason is not None
-
-    def note_alike(self, name: str) -> None:
-        """A block computed the same twice."""
-        self._alike.add(name)
 
     def note(self, name: str, what: str) -> None:
         """A block differed, without harm."""
@@ -218,7 +200,7 @@ class Proven:
         """
         saved = self._alive()
         if self._first is not None and saved and self._gives_away(known):
-            self.recomputations.note_untried(self.name)
+            self.recomputations.settled.add(self.name)
         elif self._first is not None and saved:
             self._try_again(saved[0])
         if self.name in self.recomputations.differing:
@@ -256,7 +238,7 @@ class Proven:
             saved.unpack(saved.holder)
         except _TrialEnded:
             if self.name not in self.recomputations.differing:
-                self.recomputations.note_alike(self.name)
+                self.recomputations.settled.add(self.name)
         except torch.OutOfMemoryError:
             pass  # says nothing of the block
         except Exception as error:  # noqa: BLE001 - whatever it is, the block cannot run again
@@ -279,7 +261,7 @@ class Proven:
             RuntimeError: a tensor differs, and backward would use it.
         """
         assert self._first is not None
-        what = _difference(self._first.saved, run.saved)
+        what = difference(self._first.saved, run.saved)
         if what:
             self.differs(what)
 
@@ -316,27 +298,13 @@ class _ComparedRun:
     """
 
     def __init__(self, most: int | None) -> None:
-        self.saved: list[list[_Fingerprint]] = []
+        self.saved: list[list[Fingerprint]] = []
         self.most = most
-
-
-class _Fingerprint(NamedTuple):
-    """A tensor as it was at one moment."""
-
-    like: tuple[Any, ...]
-    """Dtype, sizes and strides."""
-    parameter: nn.Parameter | None = None
-    """The parameter that it is, or is a view of."""
-    digest: torch.Tensor | None = None
-    """A sum of all bytes, weighted by their places, on the device of the tensor; None: it is a parameter, or has no bytes."""
-
-
-_NONE = _Fingerprint((None, ()))
 
 
 def _pack(proven: Proven, run: _ComparedRun, tensor: torch.Tensor) -> Any:
     pack, unpack = proven.hooks
-    run.saved.append(_fingerprints(tensor))
+    run.saved.append(fingerprints(tensor))
     if run.most is None:
         if proven.beside is None:
             return pack(tensor)
@@ -388,60 +356,6 @@ def _without_dynamo(imported: bool) -> Callable[..., Any]:
     return torch.compiler.disable(_pack) if imported else _pack  # type: ignore[no-any-return]
 
 
-def _difference(first: Sequence[list[_Fingerprint]], second: Sequence[list[_Fingerprint]]) -> str:
-    """Compare what two runs saved, as many tensors each. Returns what differs; "": nothing. Waits for each device once."""
-    by_device: dict[torch.device, list[tuple[int, _Fingerprint, torch.Tensor]]] = {}
-    for number, (ones, others) in enumerate(zip(first, second, strict=True), 1):
-        for one, other in zip_longest(ones, others, fillvalue=_NONE):
-            if one.like != other.like or one.parameter is not other.parameter:
-                return f"saved tensor {number} of {len(first)} was {_text(one)}, then {_text(other)}"
-            if one.digest is not None and other.digest is not None and _is_conclusive(one):
-                by_device.setdefault(one.digest.device, []).append((number, one, one.digest != other.digest))
-    for compared in by_device.values():
-        with without_modes():
-            answers = torch.stack([differs for _, _, differs in compared]).tolist()
-        for (number, one, _), differs in zip(compared, answers, strict=True):
-            if differs:
-                return f"saved tensor {number} of {len(first)} differs: {_text(one)}"
-    return ""
-
-
-def _is_conclusive(one: _Fingerprint) -> bool:
-    """See Note: [What is compared]."""
-    dtype, sizes, *_ = one.like
-    if dtype is torch.uint8:
-        return False
-    if one.digest is None or one.digest.device.type == "cpu" or dtype.is_floating_point or dtype.is_complex:
-        return True
-    return dtype is torch.bool or math.prod(sizes) > 2
-
-
-def _text(one: _Fingerprint) -> str:
-    dtype, sizes, *_ = one.like
-    what = "" if one.parameter is None else "a parameter, "
-    return f"{what}{str(dtype).removeprefix('torch.')} {list(sizes)}"
-
-
-def _fingerprints(tensor: torch.Tensor) -> list[_Fingerprint]:
-    """Return one of a tensor, or those of the plain tensors that a wrapper around some is made of."""
-    with without_modes(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
-        if is_traceable_wrapper_subclass(tensor):
-            names, _ = tensor.__tensor_flatten__()
-            return [one for name in names for one in _fingerprints(getattr(tensor, name))]
-        base = tensor if isinstance(tensor, nn.Parameter) else tensor._base
-        strided = tensor.layout is torch.strided and not tensor.is_nested
-        like = (
-            tensor.dtype,
-            tuple(tensor.shape) if not tensor.is_nested else (),
-            tensor.stride() if strided else (),
-        )
-        if isinstance(base, nn.Parameter):
-            return [_Fingerprint(like, base)]
-        if not strided or tensor.is_quantized or tensor.device.type == "meta":
-            return [_Fingerprint(like)]
-        return [_Fingerprint(like, digest=_digest(tensor.detach()))]
-
-
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
 _dirt = itertools.count(1)
@@ -469,50 +383,3 @@ class _Filled(TorchDispatchMode):
             memory = torch.empty(0, dtype=torch.uint8, device=output.device).set_(output.untyped_storage())
             memory.fill_(37 * next(_dirt) % 251)
         return output
-
-
-def _digest(tensor: torch.Tensor) -> torch.Tensor:
-    """Sum up all bytes of a tensor on its device, as words of 8 bytes, each times an odd number of its place in a slice; slices
-    are summed up in the same way. It allocates a few slices, and a copy of a tensor that is not dense."""
-    if tensor.is_conj() or tensor.is_neg():
-        tensor = tensor.resolve_conj().resolve_neg()
-    # Of an expanded dimension the memory has one element.
-    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
-    if tensor.numel():
-        tensor = tensor.as_strided(sizes, tensor.stride(), tensor.storage_offset())
-    dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
-    if not dense or tensor.storage_offset() * tensor.itemsize % 8:
-        tensor = tensor.clone(memory_format=torch.contiguous_format)
-    flat = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-    length = flat.numel() // 8
-    words, rest = flat[: 8 * length].view(torch.int64), flat[8 * length :].to(torch.int64)
-    weights = _weights(min(length, _SLICE), tensor.device)
-    sums = (
-        [(part * weights[: part.numel()]).sum().reshape(1) for part in words.split(_SLICE)] if length else []
-    )
-    line = torch.cat([*sums, rest])
-    return (line * _weights(line.numel(), line.device)).sum()
-
-
-def _weights(count: int, device: torch.device) -> torch.Tensor:
-    """Return odd numbers of 64 bits without a pattern, drawn from no generator."""
-    if count > _SLICE:
-        return _made_weights(count, device)
-    weights = _slice_weights.get(device)
-    if weights is None:
-        weights = _slice_weights[device] = _made_weights(_SLICE, device)
-        if device.type == "cuda":  # any stream may read them from now on
-            torch.cuda.current_stream(device).synchronize()
-    return weights[:count]
-
-
-_slice_weights: dict[torch.device, torch.Tensor] = {}
-"""Weights of a slice, kept: to make them takes longer than a slice's sum."""
-
-
-def _made_weights(count: int, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
-        weights = torch.arange(1, count + 1, device=device) * _ODD[0]
-        weights ^= weights >> 29
-        weights *= _ODD[1]
-        return weights ^ (weights >> 32) | 1

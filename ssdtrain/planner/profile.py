@@ -1,8 +1,9 @@
-"""Turns recorded steps into the model's blocks as the cost model reads them, where blocks may be recomputed.
+"""Turns recorded steps into what the cost model reads: blocks and the order of passes.
 
-Blocks of one kind (class and shapes of parameters) take the same time: the median of all that were measured. Where blocks were
-recomputed while steps were recorded, their saved bytes are those of the one of their kind that was not; where there is none (all
-ranks recompute them), those of an earlier profile, by the ratio of their inputs.
+By regions, a block is a run of neighbouring regions of a tape (`Profile`). By blocks of the model, where these may be recomputed,
+it is what one of them saved (`read_steps`). Blocks of one kind (class and shapes of parameters) take the same time: the median of
+all that were measured. Where blocks were recomputed while steps were recorded, their saved bytes are those of the one of their
+kind that was not; where there is none (all ranks recompute them), those of an earlier profile, by the ratio of their inputs.
 """
 
 from __future__ import annotations
@@ -16,23 +17,34 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from ssdtrain.planner.measured import Profile
-from ssdtrain.planner.model.types import COMPRESS, Block, Machine, Pass
+from ssdtrain.planner.model.types import KEPT, Block, Choice, Machine, Pass
 from ssdtrain.planner.plans import SearchProblem, actions_for
+from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.spans import BlockSpan
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
 
 __all__ = [
     "MeasuredBlock",
+    "Profile",
     "kind_of",
     "measured_blocks",
     "pieces",
     "problem_of",
     "read_steps",
+    "regions_problem",
     "set_parameter_shapes",
     "with_compressed",
 ]
 
+MOST_BLOCKS = 64
+VARIES = 1.05
+"""Ratio to the size of a recorded forward from which a larger one counts in what fits."""
+
+MOST_PASSES = 512
+"""Parts of blocks times passes that the cost model plays at a time."""
+
+SHARES = 8
+"""Number of equal shares in which a large block may be offloaded."""
 
 ALIKE = 0.9
 """Fraction of the bytes of the largest recorded forward that another one needs for its times to count."""
@@ -40,11 +52,122 @@ ALIKE = 0.9
 PARTS = 16
 """Least number of parts of a block that the cost model distinguishes."""
 
-
 TIMES = ("forward", "backward", "storing", "loading")
 """Times of a block that its parts share."""
 
 _shapes: WeakKeyDictionary[nn.Module, tuple[tuple[int, ...], ...]] = WeakKeyDictionary()
+
+
+# By regions
+
+
+def regions_problem(
+    chunks: Sequence[Sequence[Block]], order: Sequence[Pass], machine: Machine, beside: int = 0
+) -> SearchProblem:
+    """What is searched for blocks that are kept or offloaded. A step begins while transfers of the one before are under way.
+
+    Args:
+        beside: see `SearchProblem`.
+    """
+    several = len(machine.tiers) > 1
+    actions, parts = {"keep": KEPT}, {}
+    for tier in machine.tiers:
+        actions[f"offload to {tier.name}" if several else "offload"] = Choice(tier.name)
+    if machine.copies is not None and machine.tiers:
+        to = f" to {machine.tiers[0].name}" if several else ""
+        for share in range(1, SHARES):
+            part = Choice(machine.tiers[0].name, share=share / SHARES)
+            parts[f"offload {part.share:.1%}{to}"] = part
+    return SearchProblem(chunks, order, machine, actions, steps=2, parts=parts, beside=beside)
+
+
+class Profile:
+    """A recorded step.
+
+    Args:
+        record: of a step that the device has passed.
+        recent: the steps before it, which this one is added to: times are of all of them.
+
+    Attributes:
+        chunks: the model chunks seen, in the order in which `blocks` has them.
+        blocks: neighbouring regions taken together, so that there are at most 64 for a chunk, with regions as
+        their parts; of its largest tape. spans: the positions on the tape that each block covers, [begin, end).
+        order: the passes of the step; only the first microbatches of many. stall: seconds that the device waited
+        for transfers. seconds: what it computed and waited, in all. steps: that times are medians of. movable: the
+        positions on the tape of the first chunk that a plan may offload, those first whose writes say most of a drive: of what
+        backward needs late the largest.
+    """
+
+    def __init__(self, record: StepRecord, recent: RecentSteps | None = None) -> None:
+        tapes = [tape for tape in record.tapes() if tape.regions and tape.used]
+        largest: dict[int, TapeTimes] = {}
+        for tape in tapes:
+            known = largest.get(tape.chunk)
+            if known is None or _bytes(tape) > _bytes(known):
+                largest[tape.chunk] = tape
+        self.steps = 1
+        if recent is not None and largest:
+            recent.add(tapes)
+            self.steps = min(recent.seen(tape) for tape in largest.values())
+            largest = {chunk: recent.typical(tape) for chunk, tape in largest.items()}
+        self.chunks = sorted(largest)
+        self.order = _order(record, tapes)
+        finest = max(8, MOST_PASSES // max(1, len(self.order)))
+        self.blocks: list[list[Block]] = []
+        self.spans: list[list[tuple[int, int]]] = []
+        for chunk in self.chunks:
+            blocks, spans = _blocks(largest[chunk], min(MOST_BLOCKS, finest), finest)
+            self.blocks.append(blocks)
+            self.spans.append(spans)
+        first = largest[self.chunks[0]].regions if largest else ()
+        self.movable = [position for position, region in enumerate(first) if not region.stays]
+        half = len(first) // 2
+        self.movable.sort(key=lambda position: (position >= half, -first[position].nbytes))
+        regions = [region for tape in tapes for region in tape.regions]
+        self.stall = sum(region.store_stall + region.load_stall for region in regions)
+        self.seconds = self.stall + sum(
+            one.forward + one.backward + one.storing + one.loading for one in regions
+        )
+
+    def outgrown(self, largest: Mapping[int, int]) -> float:
+        """Return the ratio of the largest forward to the one that was recorded: it has to fit too.
+
+        Args:
+            largest: bytes saved, by chunk.
+        """
+        found = 1.0
+        for chunk, blocks in zip(self.chunks, self.blocks, strict=True):
+            nbytes = sum(block.saved + block.fixed for block in blocks)
+            if nbytes:
+                found = max(found, largest.get(chunk, 0) / nbytes)
+        return found if found > VARIES else 1.0
+
+
+def _blocks(tape: TapeTimes, most: int, finest: int) -> tuple[list[Block], list[tuple[int, int]]]:
+    """Make at most `most` blocks that are decided about, played in at most `finest` parts: several transfers may be under way
+    where one of them together would not fit into the buffers."""
+    sizes = [region.nbytes for region in tape.regions]
+    finer, spans = _runs(sizes, finest), _runs(sizes, most)
+    blocks: list[Block] = []
+    for begin, end in spans:
+        inside = [
+            (max(begin, first), min(end, last)) for first, last in finer if first < end and last > begin
+        ]
+        parts = tuple(_block(tape.regions, first, last) for first, last in inside)
+        whole = _block(tape.regions, begin, end)
+        blocks.append(replace(whole, parts=parts) if len(parts) > 1 else whole)
+    return blocks, spans
+
+
+def _block(regions: Sequence[RegionTimes], begin: int, end: int) -> Block:
+    """A store begins in the hook of what is saved next."""
+    whole = _joined(regions[begin].name, regions, begin, end)
+    fixed = sum(region.nbytes for region in regions[begin:end] if region.stays)
+    storing = sum(region.storing for region in regions[begin + 1 : end + 1])
+    return replace(whole, saved=whole.saved - fixed, fixed=fixed, storing=storing)
+
+
+# By blocks
 
 
 @dataclass(frozen=True)
@@ -175,48 +298,33 @@ def _parts(
     """
     if len(regions) < 2:
         return ()
-    share = sum(region.nbytes for region in regions) / PARTS if len(regions) > PARTS else 0.0
     later = sum(region.forward for region in regions[1:])
     scale = min(1.0, again / later) if later else 1.0
-    found: list[Block] = []
-    seconds, nbytes, small = max(0.0, again - later), 0, span.small
-    backward = storing = loading = 0.0
-    first: float | None = None
-    held = held_blocks = 0
-    for number, region in enumerate(regions):
-        seconds += scale * region.forward if number else 0.0
-        first = seconds if first is None else first
-        backward += region.backward
-        storing += region.storing
-        loading += region.loading
-        if region.nbytes >= least:
-            nbytes += region.nbytes
-        else:
-            small += region.nbytes
-        blocks = held_to.get(span.begin + number)
-        if blocks is not None:
-            held, held_blocks = held + region.nbytes, max(held_blocks, blocks)
-        if nbytes + small >= share or number + 1 == len(regions):
-            following = regions[number + 1].operator if number + 1 < len(regions) else -1
-            found.append(
-                Block(
-                    span.name,
-                    seconds,
-                    backward,
-                    nbytes,
-                    small=small,
-                    first_operator=first,
-                    storing=storing,
-                    loading=loading,
-                    held=held,
-                    held_blocks=held_blocks,
-                    continues=region.operator == following != -1,
-                )
+    seconds = [max(0.0, again - later), *(scale * region.forward for region in regions[1:])]
+    sizes, found = [region.nbytes for region in regions], list[Block]()
+    for begin, end in _runs(sizes, PARTS, first=span.small):
+        saved = sum(nbytes for nbytes in sizes[begin:end] if nbytes >= least)
+        held = [index for index in range(begin, end) if span.begin + index in held_to]
+        found.append(
+            replace(
+                _joined(span.name, regions, begin, end),
+                forward=sum(seconds[begin:end]),
+                saved=saved,
+                small=sum(sizes[begin:end]) - saved + (0 if begin else span.small),
+                first_operator=seconds[begin],
+                held=sum(sizes[index] for index in held),
+                held_blocks=max((held_to[span.begin + index] for index in held), default=0),
             )
-            seconds = backward = storing = loading = 0.0
-            nbytes, small, first, held, held_blocks = 0, 0, None, 0, 0
+        )
     found.append(Block(span.name, forward - again, 0.0, 0))
     return tuple(found)
+
+
+def _outside(regions: Sequence[RegionTimes], number: int) -> MeasuredBlock:
+    seconds = sum(region.backward for region in regions)
+    return MeasuredBlock(
+        "", Block(f"outside {number}", 0.0, seconds, sum(region.nbytes for region in regions))
+    )
 
 
 def _scaled(whole: Block, **times: Any) -> Block:
@@ -232,13 +340,6 @@ def _scaled(whole: Block, **times: Any) -> Block:
         for part in whole.parts
     )
     return replace(whole, **times, parts=parts)
-
-
-def _outside(regions: Sequence[RegionTimes], number: int) -> MeasuredBlock:
-    seconds = sum(region.backward for region in regions)
-    return MeasuredBlock(
-        "", Block(f"outside {number}", 0.0, seconds, sum(region.nbytes for region in regions))
-    )
 
 
 def measured_blocks(
@@ -316,12 +417,13 @@ def read_steps(
     steps: list[list[MeasuredBlock]] = []
     order: list[Pass] = []
     for record in records:
-        tapes = [tape for tape in record.tapes() if tape.used and tape.serial in found]
+        used = [tape for tape in record.tapes() if tape.used]
+        tapes = [tape for tape in used if tape.serial in found]
         if tapes:
-            tape = max(tapes, key=lambda one: sum(region.nbytes for region in one.regions))
+            tape = max(tapes, key=_bytes)
             spans, small = found[tape.serial]
             steps.append(pieces(tape, spans, recomputed, small, least))
-            order = Profile(record).order
+            order = _order(record, [tape for tape in used if tape.regions])
     if not steps:
         return [], []
     steps.sort(key=_saved)
@@ -380,8 +482,63 @@ def problem_of(
     # A block that runs several times in a forward has one action for all of them.
     times = Counter(piece.name for piece in measured)
     fixed = frozenset(n for n, piece in enumerate(measured) if not piece.name or times[piece.name] > 1)
-    compress = COMPRESS if any(block.compressed is not None for block in blocks) else None
+    compress = any(block.compressed is not None for block in blocks)
     actions = actions_for(machine, recompute=any(pure), compress=compress)
     never = frozenset(number for number, may in enumerate(pure) if not may)
     always = frozenset(number for number, must in enumerate(again) if must)
     return SearchProblem([blocks], order, machine, actions, fixed - always, never, always)
+
+
+# Both
+
+
+def _bytes(tape: TapeTimes) -> int:
+    return sum(region.nbytes for region in tape.regions)
+
+
+def _order(record: StepRecord, tapes: Sequence[TapeTimes]) -> list[Pass]:
+    """The passes of these tapes, of so many tapes that those alive at once come to their steady number."""
+    used, chunks = {tape.serial for tape in tapes}, sorted({tape.chunk for tape in tapes})
+    alive = most = 0
+    for kind, serial, _ in record.order:
+        if serial in used:
+            alive += 1 if kind == "forward" else -1
+            most = max(most, alive)
+    first = {serial for serial in sorted(used)[: most + 3]}
+    return [
+        Pass("forward" if kind == "forward" else "backward", serial, chunks.index(chunk))
+        for kind, serial, chunk in record.order
+        if serial in first
+    ]
+
+
+def _runs(sizes: Sequence[int], most: int, first: int = 0) -> list[tuple[int, int]]:
+    """Neighbours taken together, [begin, end), until each run has its share of the bytes: about `most` runs.
+
+    Args:
+        first: bytes of the first run beside these.
+    """
+    share = sum(sizes) / most if len(sizes) > most else 0.0
+    runs: list[tuple[int, int]] = []
+    begin, size = 0, first
+    for position, nbytes in enumerate(sizes):
+        size += nbytes
+        if size >= share or position + 1 == len(sizes):
+            runs.append((begin, position + 1))
+            begin, size = position + 1, 0
+    return runs
+
+
+def _joined(name: str, regions: Sequence[RegionTimes], begin: int, end: int) -> Block:
+    """The regions [begin, end) as one block."""
+    inside, following = regions[begin:end], regions[end].operator if end < len(regions) else -1
+    return Block(
+        name,
+        sum(region.forward for region in inside),
+        sum(region.backward for region in inside),
+        sum(region.nbytes for region in inside),
+        first_operator=inside[0].forward,
+        storing=sum(region.storing for region in inside),
+        loading=sum(region.loading for region in inside),
+        continues=inside[-1].operator == following != -1,
+    )

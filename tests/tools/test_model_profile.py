@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from examples.support.model import GPT, GPTConfig
-from ssdtrain.profile.blocks import CountedStep, count_blocks, find_blocks, profile_blocks
 from ssdtrain.tools.cli.estimate import from_config
+from ssdtrain.tools.model_profile import CountedStep, count_blocks, profile_blocks
 from tests.planner.blocks import count_saved_bytes
 
 LAYERS, HIDDEN, SEQUENCE, BATCH = 3, 64, 32, 2
@@ -19,26 +19,6 @@ def make() -> tuple[nn.Module, CountedStep]:
     model = GPT(GPTConfig(layers=LAYERS, hidden=HIDDEN, heads=2, sequence=SEQUENCE))
     tokens = torch.randint(256, (BATCH, SEQUENCE))
     return model, lambda: model(tokens, tokens)
-
-
-def test_blocks_are_the_children_of_the_longest_list() -> None:
-    model, _ = make()
-    assert list(find_blocks(model)) == [f"blocks.{i}" for i in range(LAYERS)]
-    assert list(find_blocks(model, ["blocks.1", "head"])) == ["blocks.1", "head"]
-    assert list(find_blocks(model, ["blocks.0*"])) == ["blocks.0"]
-    # The model itself, whose name is empty, is none.
-    assert list(find_blocks(model, ["*"])) == [name for name, _ in model.named_children()]
-    with pytest.raises(ValueError, match="no ModuleList"):
-        find_blocks(nn.Linear(1, 1))
-    with pytest.raises(ValueError, match=r"no module is named by \('layer.*',\)"):
-        find_blocks(model, ["layer.*"])
-
-
-def test_an_encoder_and_a_decoder_of_different_lengths_are_both_found() -> None:
-    model = nn.ModuleDict(
-        {"encoder": nn.ModuleList([nn.Linear(2, 2)] * 2), "decoder": nn.ModuleList([nn.Linear(2, 2)] * 3)}
-    )
-    assert len(find_blocks(model)) == 5
 
 
 def test_saved_bytes_add_up_to_what_the_whole_step_saves() -> None:
