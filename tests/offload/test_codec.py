@@ -157,3 +157,27 @@ def test_what_is_encoded_in_memory_when_backward_comes_near_is_not_read_back(
     assert torch.equal(x.grad, expected(1))
     loss.backward()
     assert torch.equal(x.grad, 2 * expected(1))
+
+
+@pytest.mark.parametrize("held", [None, {"begun": True}, {}], ids=["stored", "being-written", "not-begun"])
+def test_payloads_leave_the_device_with_the_tape_and_not_when_their_writes_end(
+    held: dict[str, bool] | None, make_runtime: MakeRuntime
+) -> None:
+    """Of what has departed backward gets the bytes from the staging buffer, or from the tier."""
+    runtime = make_runtime(VARIANTS[2], codec="lossless")
+    pool, mover = pool_of(runtime), runtime.engine.mover
+    if held is not None:
+        pool.hold(reads=False, **held)
+    x, loss = chain(runtime, depth=6)
+    if held is None:
+        settled(runtime)
+    regions = runtime.offload.tape(0, -1).regions
+    on_device = [region for region in regions if region.transfer.payload is not None]
+    assert sum(region.nbytes for region in on_device) <= mover.departures.limit < sum(r.nbytes for r in regions)
+    assert held is None or len(on_device) == 2
+    del regions, on_device
+    pool.release() if held == {"begun": True} else None
+    loss.backward()
+    pool.release()
+    assert torch.equal(x.grad, expected(6))
+    assert runtime.statistics().offload.encoded_bytes > 0

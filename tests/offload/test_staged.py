@@ -113,7 +113,7 @@ def test_a_released_head_delays_no_departure() -> None:
     regions = [
         SimpleNamespace(
             nbytes=100,
-            pointer=4096,
+            on_device=True,
             freed=lambda: False,
             transfer=SimpleNamespace(state=State.STORING, keep_resident=False, rest=None),
         )
@@ -131,7 +131,7 @@ def test_a_part_departs_when_the_tape_has_moved_on_also_where_nothing_else_is_st
     departures = Departures(left.append)
     departures.limit = 200
     transfer = SimpleNamespace(state=State.STORING, keep_resident=False, rest=object(), saved_before=0)
-    region: Any = SimpleNamespace(nbytes=100, pointer=4096, freed=lambda: False, transfer=transfer)
+    region: Any = SimpleNamespace(nbytes=100, on_device=True, freed=lambda: False, transfer=transfer)
     departures.add(region, 100)
     departures.advance(200)  # the next operator, whose kernel runs before the copy off the device begins
     assert not left

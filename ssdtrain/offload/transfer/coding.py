@@ -85,10 +85,10 @@ class Coding:
         )
         return payload[:written].clone() if written < limit // 2 else payload[:written]
 
-    def decode(self, region: Region) -> torch.Tensor:
+    def decode(self, region: Region, payload: torch.Tensor) -> torch.Tensor:
         """Return the bytes of the region (uint8) from its payload."""
-        codec, payload = region.transfer.codec, region.transfer.payload
-        assert codec is not None and payload is not None
+        codec = region.transfer.codec
+        assert codec is not None
         decoded = bytes_at(region.transfer.lead, region.nbytes, payload.device)
         codec.decode(payload, _values(region, decoded, place_of(decoded)))
         return decoded

@@ -92,7 +92,7 @@ class Mover:
         transfer = region.transfer
         if (region.pointer + region.start) % ALIGNED:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
-        if transfer.codec is not None:
+        if transfer.codec is not None and transfer.payload is None:  # else there was no room for it
             self._encode(region)
         if transfer.moved_bytes != region.nbytes:
             transfer.rest = self.transfer.rests.take(region)
@@ -123,7 +123,7 @@ class Mover:
         self.metrics.offloaded_bytes += nbytes
         if nbytes != region.nbytes:
             self.metrics.kept_bytes += region.nbytes - nbytes
-        if self.transfer.copies and not encoded and not transfer.in_place:
+        if self.transfer.copies and not transfer.in_place:
             self.departures.add(region, self.metrics.saved_bytes)
         return True
 
@@ -138,8 +138,12 @@ class Mover:
             region.transfer.stored_bytes = payload.numel()
 
     def _depart(self, region: Region) -> None:
+        """Let what was copied off the device leave it: the payload, or the bytes of the tensor."""
         self.transfer.depart(region)
-        region.empty_()
+        if region.transfer.payload is not None:
+            region.transfer.payload = None
+        else:
+            region.empty_()
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
@@ -364,7 +368,7 @@ class Mover:
                 self._close_write(region)
                 region.empty_()
             # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
-            elif self.transfer.copies and region.in_tensor and not transfer.in_place:
+            elif self.transfer.copies and region.on_device and not transfer.in_place:
                 self._depart(region)
         elif state is State.LOADING:
             self.loads.release(region)

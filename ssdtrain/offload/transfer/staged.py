@@ -87,6 +87,7 @@ class StagedTransfer:
             encoded = self.device.record(current)
             if encoded is not None:
                 self.device.wait(encoded, region.stream)
+            region.stream = current  # which has the memory of the payload, and gets it back when that departs
         return payload
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
@@ -158,11 +159,21 @@ class StagedTransfer:
     def recall(self, region: Region) -> Arrival | None:
         transfer = region.transfer
         if transfer.payload is not None:
-            return self._decode(region)._replace(payload=transfer.payload)
+            return self._decode(region, transfer.payload)._replace(payload=transfer.payload)
         host = None if region.in_tensor else self._staged(region)
         if host is None:
             return None
-        return self._copy_in(region, host, transfer.event)
+        arrival = self._copy_in(region, host, transfer.event)
+        return arrival if transfer.codec is None else self._decode_arrived(region, arrival)
+
+    def _decode_arrived(self, region: Region, arrival: Arrival) -> Arrival:
+        """Return the values of the payload that has departed, which is on the way back as `arrival`."""
+        payload, target = arrival.loaded, arrival.target
+        assert payload is not None and target is not None
+        if arrival.event is not None:
+            self.device.wait(arrival.event)
+        self.targets.hand_out(target)
+        return self._decode(region, payload)._replace(target=target, event=arrival.event)
 
     def _staged(self, region: Region) -> int | None:
         """Address of the host memory that the bytes are copied to or from; None: there is none now."""
@@ -245,15 +256,13 @@ class StagedTransfer:
             self.device.record_use(transfer.loaded)  # of the stream that decoded it
         if transfer.payload is None or transfer.loaded is not None:
             return None
-        return self._decode(region)
+        return self._decode(region, transfer.payload)
 
-    def _decode(self, region: Region) -> Arrival:
+    def _decode(self, region: Region, payload: torch.Tensor) -> Arrival:
         """Return the values of a payload, decoded on the current stream; others wait for the event."""
-        payload = region.transfer.payload
-        assert payload is not None
-        if region.transfer.target is None:
+        if payload is region.transfer.payload and region.transfer.target is None:
             self.device.record_use(payload)
-        values = self._encoding.decode(region)
+        values = self._encoding.decode(region, payload)
         return Arrival(values, decoded=self.device.record(self.device.current_stream()))
 
     def poll(self) -> None:

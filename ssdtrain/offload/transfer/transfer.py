@@ -105,16 +105,14 @@ class Encoding:
         self._seen = seen
 
     def encode(self, region: Region) -> torch.Tensor | None:
-        if region.transfer.payload is not None:
-            return region.transfer.payload
         if not self._coding.fits(region):
             return None
         payload = self._coding.encode(region)
         self._seen(payload.untyped_storage())
         return payload
 
-    def decode(self, region: Region) -> torch.Tensor:
-        loaded = self._coding.decode(region)
+    def decode(self, region: Region, payload: torch.Tensor) -> torch.Tensor:
+        loaded = self._coding.decode(region, payload)
         self._seen(loaded.untyped_storage())
         return loaded
 
@@ -167,7 +165,7 @@ class DirectTransfer:
 
     def recall(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload
-        return None if payload is None else Arrival(self._encoding.decode(region), payload)
+        return None if payload is None else Arrival(self._encoding.decode(region, payload), payload)
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
@@ -194,9 +192,10 @@ class DirectTransfer:
         return None
 
     def end_load(self, region: Region) -> Arrival | None:
-        if region.transfer.payload is None or region.transfer.loaded is not None:
+        payload = region.transfer.payload
+        if payload is None or region.transfer.loaded is not None:
             return None
-        return Arrival(self._encoding.decode(region))
+        return Arrival(self._encoding.decode(region, payload))
 
     def reserve_target(self, region: Region) -> Target:
         raise AssertionError("what the pool reads lies in the arena")
