@@ -105,9 +105,9 @@ class OffloadEngine:
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
         counted = self.meter if device.kind == "cpu" else None  # on a GPU the arena is host memory
         self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
-        self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = (GpuDirectTransfer if options.by_cufile else StagedTransfer) if staged else DirectTransfer
+        self.coding = Coding(options.codec, options.rank, writes_pinned=staged and device.writes_pinned())
         transfer: Transfer = made(
             store, self.buffers, self.meter.see_own, self.coding, device, options.verified
         )

@@ -39,6 +39,8 @@ class OffloadMetrics(MetricSet):
     """Bytes of small strided views that were copied together before they left."""
     encoded_bytes: int = counter(Unit.BYTES)
     """Bytes of regions that left through a codec; what was written of them is in the store's metrics."""
+    overflowed_bytes: int = counter(Unit.BYTES, "stored raw, codec full")
+    """Bytes of regions that a codec of fixed size could not hold, and that were stored as they are."""
     avoided_write_bytes: int = counter(Unit.BYTES, "writes avoided")
     """Bytes whose store was cancelled before it began, because backward came first. They are not among `offloaded_bytes`."""
     forwarded_bytes: int = counter(Unit.BYTES)

@@ -125,6 +125,14 @@ def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulat
         hadamard.unrotate(rotated, out, signs, unit, accumulate)
 
 
+def copy_where_set(flag: Tensor, source: Tensor, target: Tensor, host: int = 0, first: int = 0) -> None:
+    """Copy `source` to `target` where `flag` [1] is not zero, and its values from `first` on also to the address `host`."""
+    from ssdtrain.codecs.kernels import overflow
+
+    with torch.cuda.device_of(source):
+        overflow.copy_where_set(flag, source, target, host, first)
+
+
 def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> Tensor:
     """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
     from ssdtrain.codecs.kernels import zfp

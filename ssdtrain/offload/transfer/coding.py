@@ -4,21 +4,33 @@ Boolean masks are packed, eight to a byte, which loses nothing. Floating-point t
 a codec. A region that holds other bytes than those of its one tensor is not encoded: see Note: [Codecs and views]. A lossy codec
 changes gradients: what backward gets is then the decoded tensor whenever the region was encoded, also when its store was
 cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for is not encoded.)
+
+Note: [Overflow]
+A codec that restores every bit at a fixed size cannot hold every tensor (`Codec.may_overflow`); such a tensor is stored as it is. On a
+CPU that is known when it has been encoded. A device is not waited for: the payload has room for the values themselves, in its own
+memory and in the pinned memory that it is copied to, and the device puts them there where it overflowed
+(`ssdtrain.codecs.overflow`). The host reads the flag when the store has ended, and then has the values written too. Who needs the
+region before gets it from the payload, or from a copy of all of that memory, where the device looks at the flag again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from typing import TypeGuard
 
 import torch
 
 from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
-from ssdtrain.codecs.base import FLOATS
+from ssdtrain.codecs.base import FLOATS, HEADER_BYTES
+from ssdtrain.codecs.exact import Exact
+from ssdtrain.codecs.overflow import keep_values, restore_values, room
 from ssdtrain.config import ConfigError, ConfigIssue, OffloadConfig
 from ssdtrain.config.codecs import OFFLOAD_ALLOWED
 from ssdtrain.offload.tensors.geometry import bytes_at, place_of
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.sharing import Extent, no_overlap
+from ssdtrain.offload.transfer.state import Encoded
 
 __all__ = ["Coding", "check_codec"]
 
@@ -31,18 +43,20 @@ class Coding:
     Args:
         floats: the codec of floating-point tensors as `make_codec` names it, or None for their plain bytes.
         rank: of this process; ranks draw independent errors.
+        writes_pinned: see `Device.writes_pinned`.
 
     Raises:
         ValueError: no such codec; the text lists those that exist.
     """
 
-    def __init__(self, floats: str | None = None, rank: int = 0) -> None:
+    def __init__(self, floats: str | None = None, rank: int = 0, *, writes_pinned: bool = False) -> None:
         self._floats = make_codec(floats) if floats is not None else None
         self._masks = make_codec(MASK)
         self.dtypes = {torch.bool} if self._floats is None else {torch.bool, *FLOATS}
         """Dtypes of regions that may be encoded where the policy names no codec."""
         self._rank = rank
         self._count = 0
+        self._writes_pinned = writes_pinned
 
     def choose(
         self, tensor: torch.Tensor, extent: Extent, region: Region, named: str | None = None
@@ -63,34 +77,64 @@ class Coding:
             codec = None
         if codec is None or extent[2] != region.nbytes:
             return None
+        if _may_overflow(codec):
+            size = codec.payload_bytes(region.nbytes // region.dtype.itemsize, region.dtype)
+            if size >= region.nbytes:
+                return None  # float16, or few values
         return codec if tensor.is_contiguous() or no_overlap(tensor) else None
 
-    def fits(self, region: Region) -> bool:
+    def _fits(self, region: Region) -> bool:
         """False if the codec of the region, as it is now, would not give back its bytes: bools that were written as another
         dtype, with other bytes than 0 and 1. Of device memory this is not asked, since the host would have to wait."""
         if region.transfer.codec is not self._masks or region.tensor.device.type != "cpu":
             return True
         return int(_values(region, region.tensor, region.start).view(torch.uint8).max()) <= 1
 
-    def encode(self, region: Region) -> torch.Tensor:
-        """Return the payload (uint8) of the region's tensor."""
+    def encode(self, region: Region) -> Encoded | None:
+        """Return the payload of the region's tensor; None: its codec cannot hold what it is."""
         codec = region.transfer.codec
         assert codec is not None
+        if not self._fits(region):
+            return None
         values = _values(region, region.tensor, region.start)
-        limit = codec.max_payload_bytes(values.numel(), values.dtype)
+        size = values.numel(), values.dtype
+        known = values.device.type == "cpu"  # at once; a device is not waited for
+        limit = codec.max_payload_bytes(*size) if known or not _may_overflow(codec) else room(codec, *size)
         payload = torch.empty(limit, dtype=torch.uint8, device=values.device)
         self._count += 1
         written = codec.encode(
             values, payload, Key(0, region.tape.microbatch & 0xFFFFFFFF, self._count, self._rank)
         )
-        return payload[:written].clone() if written < limit // 2 else payload[:written]
+        if _may_overflow(codec):
+            return None if known and codec.overflow_flag(payload).item() else Encoded(payload, written)
+        payload = payload[:written].clone() if written < limit // 2 else payload[:written]
+        return Encoded(payload, written)
+
+    def keep_values(self, region: Region, host: int) -> int:
+        """Have the values themselves in the payload of the region if it has overflowed. Returns how much of it is to be copied to
+        `host` in pinned memory. See Note: [Overflow]."""
+        transfer = region.transfer
+        codec, payload = transfer.codec, transfer.payload
+        assert payload is not None and codec is not None and _may_overflow(codec)
+        values = _values(region, region.tensor, region.start)
+        return keep_values(codec, values, payload, transfer.stored_bytes, host if self._writes_pinned else 0)
+
+    def has_overflowed(self, region: Region, host: int) -> bool:
+        """Whether the payload at the address `host`, where its copy has ended, has overflowed."""
+        codec = region.transfer.codec
+        assert codec is not None and _may_overflow(codec)
+        header = torch.frombuffer((ctypes.c_uint8 * HEADER_BYTES).from_address(host), dtype=torch.uint8)
+        return bool(codec.overflow_flag(header).item())
 
     def decode(self, region: Region, payload: torch.Tensor) -> torch.Tensor:
         """Return the bytes of the region (uint8) from its payload."""
         codec = region.transfer.codec
         assert codec is not None
         decoded = bytes_at(region.transfer.lead, region.nbytes, payload.device)
-        codec.decode(payload, _values(region, decoded, place_of(decoded)))
+        values = _values(region, decoded, place_of(decoded))
+        codec.decode(payload, values)
+        if _may_overflow(codec) and payload.numel() >= room(codec, values.numel(), values.dtype):
+            restore_values(codec, payload, values)
         return decoded
 
 
@@ -108,6 +152,10 @@ def _made(name: str, device: str) -> Codec:
             f"of a {device} device: use a codec of fixed size, such as int8"
         )
     return codec
+
+
+def _may_overflow(codec: Codec) -> TypeGuard[Exact]:
+    return codec.may_overflow
 
 
 def _encodes_on(codec: Codec, device: str) -> bool:
