@@ -1,9 +1,9 @@
 """Payloads that hold their tensor in any case, for a caller that may not wait to ask whether they do.
 
 Note: [Values in place of a payload]
-    Of an overflow (`base`, Note: [Overflow]) in device memory the host learns when the device gets there. Until then the payload has a
-    larger buffer (`room`): where it overflowed, the values follow its header unchanged, over the body and behind it. The device
-    does this itself, by a kernel that reads the flag and does nothing else where it is not set.
+    Of an overflow (`base`, Note: [Overflow]) in device memory the host learns when the device gets there. Until then the payload
+    has a larger buffer (`room`): where it overflowed, the values follow its header unchanged, over the body and behind it. The
+    device does this itself, by a kernel that reads the flag and does nothing else where it is not set.
 
     A copy of such a buffer to the host would have to be as long as the values. So the same kernel writes what lies behind the
     payload to the host itself, and the copy is as long as the payload: `keep_values`.

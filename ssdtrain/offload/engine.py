@@ -273,7 +273,7 @@ class OffloadEngine:
         try:
             action = STAY if tape.keep else self._decide(tape, region)
             if action.offload and (action is not OFFLOAD or region.dtype in self.coding.dtypes):
-                codec = self.coding.choose(tensor, extent, region, action.codec)
+                codec = self.coding.choose(tensor, extent, region, action)
                 self.mover.plan(region, codec, action)
         except BaseException:
             seen.regions.remove(region)  # the policy has failed

@@ -45,6 +45,11 @@ def _triton_available() -> bool:
     return True
 
 
+def compiled() -> bool:
+    """Whether there are Triton kernels, and not its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") != "1" and _triton_available()
+
+
 def usable(backend: str, *tensors: Tensor) -> bool:
     """Whether to use the Triton kernels: for CUDA tensors, or if `backend` is "triton" (interpreted on the CPU)."""
     if backend == "triton":

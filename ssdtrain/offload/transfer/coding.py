@@ -6,9 +6,9 @@ changes gradients: what backward gets is then the decoded tensor whenever the re
 cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for is not encoded.)
 
 Note: [Overflow]
-A codec that restores every bit at a fixed size cannot hold every tensor (`Codec.may_overflow`); such a tensor is stored as it is. On a
-CPU that is known when it has been encoded. A device is not waited for: the payload has room for the values themselves, in its own
-memory and in the pinned memory that it is copied to, and the device puts them there where it overflowed
+A codec that restores every bit at a fixed size cannot hold every tensor (`Codec.may_overflow`); such a tensor is stored as it is.
+On a CPU that is known when it has been encoded. A device is not waited for: the payload has room for the values themselves, in its
+own memory and in the pinned memory that it is copied to, and the device puts them there where it overflowed
 (`ssdtrain.codecs.overflow`). The host reads the flag when the store has ended, and then has the values written too. Who needs the
 region before gets it from the payload, or from a copy of all of that memory, where the device looks at the flag again.
 """
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import torch
 
@@ -26,22 +26,37 @@ from ssdtrain.codecs.base import FLOATS, HEADER_BYTES
 from ssdtrain.codecs.exact import Exact
 from ssdtrain.codecs.overflow import keep_values, restore_values, room
 from ssdtrain.config import ConfigError, ConfigIssue, OffloadConfig
-from ssdtrain.config.codecs import OFFLOAD_ALLOWED
+from ssdtrain.config.codecs import AUTO, OFF, OFFLOAD_ALLOWED
+from ssdtrain.config.units import MiB
+from ssdtrain.offload.policy import Action
 from ssdtrain.offload.tensors.geometry import bytes_at, place_of
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.sharing import Extent, no_overlap
 from ssdtrain.offload.transfer.state import Encoded
 
-__all__ = ["Coding", "check_codec"]
+__all__ = ["CodecRule", "Coding", "check_codec"]
 
 MASK = "mask"
+AUTOMATIC_BYTES = 4 * MiB
+"""Smallest region that is encoded to save time: to launch the kernels of a smaller one takes the host about as long as a link
+saves by them."""
+
+
+class CodecRule(NamedTuple):
+    """Which floating-point tensors are encoded where the policy does not say."""
+
+    spec: str
+    """The codec, as `make_codec` names it."""
+    dtypes: tuple[torch.dtype, ...] = FLOATS
+    automatic: bool = False
+    """It is only to save time: small tensors, and those that leave in part, are stored as they are."""
 
 
 class Coding:
     """Chooses the codec of a region, encodes and decodes.
 
     Args:
-        floats: the codec of floating-point tensors as `make_codec` names it, or None for their plain bytes.
+        floats: of floating-point tensors, or None for their plain bytes.
         rank: of this process; ranks draw independent errors.
         writes_pinned: see `Device.writes_pinned`.
 
@@ -49,32 +64,32 @@ class Coding:
         ValueError: no such codec; the text lists those that exist.
     """
 
-    def __init__(self, floats: str | None = None, rank: int = 0, *, writes_pinned: bool = False) -> None:
-        self._floats = make_codec(floats) if floats is not None else None
+    def __init__(self, floats: CodecRule | None, rank: int = 0, *, writes_pinned: bool = False) -> None:
+        self._floats = make_codec(floats.spec) if floats is not None else None
+        self._automatic = floats is not None and floats.automatic
         self._masks = make_codec(MASK)
-        self.dtypes = {torch.bool} if self._floats is None else {torch.bool, *FLOATS}
+        self.dtypes = {torch.bool, *(floats.dtypes if floats is not None else ())}
         """Dtypes of regions that may be encoded where the policy names no codec."""
         self._rank = rank
         self._count = 0
         self._writes_pinned = writes_pinned
 
-    def choose(
-        self, tensor: torch.Tensor, extent: Extent, region: Region, named: str | None = None
-    ) -> Codec | None:
+    def choose(self, tensor: torch.Tensor, extent: Extent, region: Region, action: Action) -> Codec | None:
         """Return the codec for the region that `tensor`, of `extent`, has made, or None: its plain bytes.
 
         Args:
-            named: by the policy, for floating-point tensors; None: that of the config.
+            action: of the policy. Where it names a codec, that encodes floating-point tensors; else the config's does.
 
         Raises:
             ValueError: the policy's does not exist, or cannot encode on this device.
         """
+        codec: Codec | None = None
         if region.dtype is torch.bool:
-            codec: Codec | None = self._masks
-        elif region.dtype in FLOATS:
-            codec = self._floats if named is None else _made(named, tensor.device.type)
-        else:
-            codec = None
+            codec = self._masks
+        elif action.codec is not None and region.dtype in FLOATS:
+            codec = _made(action.codec, tensor.device.type)
+        elif region.dtype in self.dtypes and self._is_worth_it(region, action):
+            codec = self._floats
         if codec is None or extent[2] != region.nbytes:
             return None
         if _may_overflow(codec):
@@ -82,6 +97,9 @@ class Coding:
             if size >= region.nbytes:
                 return None  # float16, or few values
         return codec if tensor.is_contiguous() or no_overlap(tensor) else None
+
+    def _is_worth_it(self, region: Region, action: Action) -> bool:
+        return not self._automatic or (region.nbytes >= AUTOMATIC_BYTES and action.part == 1)
 
     def _fits(self, region: Region) -> bool:
         """False if the codec of the region, as it is now, would not give back its bytes: bools that were written as another
@@ -175,7 +193,7 @@ def check_codec(offload: OffloadConfig, device: str) -> None:
     Raises:
         ConfigError: a package that it needs is not installed, or it cannot encode on this device.
     """
-    if offload.codec is None:
+    if offload.codec in (AUTO, OFF):
         return
     try:
         codec = make_codec(offload.codec)

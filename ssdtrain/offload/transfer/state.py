@@ -37,8 +37,8 @@ class Encoded(NamedTuple):
 
     payload: torch.Tensor
     stored_bytes: int
-    """Size of the payload, which `payload` begins with. What is behind it takes the values where the codec overflowed, and the host
-    does not know yet whether it did: see Note: [Overflow] in `coding`."""
+    """Size of the payload, which `payload` begins with. What is behind it takes the values where the codec overflowed, which the
+    host does not know yet: see Note: [Overflow] in `coding`."""
 
 
 class Write(NamedTuple):
@@ -117,7 +117,9 @@ class TransferState:
     target: Target | None = None  # the device memory that it fills
     payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
     spare_bytes = 0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
-    raw_from = 0  # where the values begin in the pinned memory that a payload was copied to, which has overflowed
+    raw_from = (
+        0  # where the values begin in the pinned memory that a payload was copied to, which has overflowed
+    )
     loaded: torch.Tensor | None = None
     """What came back. See Note: [Buffers belong to the tensor] in `tensors.region`."""
     keep_resident = False  # backward is near: keep the bytes when the store ends

@@ -62,8 +62,8 @@ class Transfer(Protocol):
         """Return the staging buffer of the region once no copy uses it."""
 
     def overflowed(self, region: Region) -> tuple[int, bool] | None:
-        """Whether the payload of a region has overflowed (`TransferState.spare_bytes`), whose store has ended: None if not, else where
-        in pinned memory the values begin, and whether the tier has them there."""
+        """Return None if the payload of a region (with `TransferState.spare_bytes`), whose store has ended, has not overflowed; else
+        where in pinned memory the values begin, and whether that is the memory of its slot."""
 
     def rewrite(self, region: Region) -> Operation:
         """Write again, to a new slot, what a failed write left in memory."""
