@@ -19,6 +19,8 @@ import torch
 from ssdtrain.config import load_config
 from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults
+from tests.offload.conftest import offload_parts
+from tests.support.filesystems import eventually
 from tests.support.saved import SaveGiven, any_bits, bits
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -115,6 +117,20 @@ def test_what_overflowed_survives_a_drive_that_fails(tmp_path: Path) -> None:
             assert_same(came, tensors)
             found = runtime.statistics().offload
             assert found.failed_stores or found.kept_full_bytes
+
+
+def test_what_overflowed_on_a_drive_that_is_full_goes_to_the_host_tier(tmp_path: Path) -> None:
+    """There it begins where the slot does, and not behind a header, as it would after a copy of the device."""
+    tensors = [any_bits(COUNT, torch.bfloat16, seed) for seed in range(3)]
+    with running(tmp_path, capacity="32KiB", host="16MiB", prefetch=0) as runtime:
+        offload_parts(runtime, 1.0, tier="ssd")
+        for tensor in tensors:
+            loss, came = forward(runtime, [tensor])
+            assert eventually(lambda: not runtime.statistics().offload.in_flight_bytes)
+            loss.backward()
+            assert_same(came, [tensor])
+        found = runtime.statistics()
+        assert found.store.host_bytes_read == 3 * tensors[0].nbytes and found.store.ssd_bytes_written
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter waits")

@@ -30,7 +30,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def any_bits(count: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
-    """Return values of every exponent, with NaN and Inf: the codec `exact` cannot hold them, from 16384 bfloat16 or float32 on."""
+    """Return values of every exponent, with NaN and Inf: the codec `exact` cannot hold 16384 or more of them."""
     integers = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
     reach = torch.iinfo(integers)
     values = torch.randint(reach.min, reach.max, (count,), generator=torch.Generator().manual_seed(seed))

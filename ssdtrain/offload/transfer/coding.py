@@ -6,9 +6,9 @@ changes gradients: what backward gets is then the decoded tensor whenever the re
 cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for is not encoded.)
 
 Note: [Overflow]
-A codec that restores every bit at a fixed size cannot hold every tensor (`Codec.may_overflow`); such a tensor is stored as it is.
-On a CPU that is known when it has been encoded. A device is not waited for: the payload has room for the values themselves, in its
-own memory and in the pinned memory that it is copied to, and the device puts them there where it overflowed
+A codec that restores every bit at a fixed size cannot hold every tensor (`Codec.may_overflow`), and such a tensor is stored as it
+is. On a CPU that is known when it has been encoded. A device is not waited for: the payload has room for the values themselves,
+in device memory and in the pinned memory that it is copied to, and the device puts them there where it overflowed
 (`ssdtrain.codecs.overflow`). The host reads the flag when the store has ended, and then has the values written too. Who needs the
 region before gets it from the payload, or from a copy of all of that memory, where the device looks at the flag again.
 """

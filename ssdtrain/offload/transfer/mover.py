@@ -249,15 +249,16 @@ class Mover:
     def _in_tier(self, region: Region) -> bool:
         """Whether the tier holds the region: False if its payload has overflowed, and is stored without the values."""
         transfer = region.transfer
-        overflow = self.transfer.overflowed(region)
+        overflowed = self.transfer.overflowed(region)
         transfer.spare_bytes = 0
-        if overflow is None:
+        if not overflowed:
             return True
-        raw_from, in_tier = overflow
         self.metrics.overflowed_bytes += region.nbytes
         self.metrics.encoded_bytes -= region.nbytes
-        transfer.overflowed(region.nbytes, raw_from)
-        return in_tier
+        transfer.overflowed(region.nbytes, HEADER_BYTES)
+        return (
+            transfer.lease is None
+        )  # the device has copied to the slot itself, where they are behind the header
 
     def _close_write(self, region: Region) -> None:
         """The write is over, well or not, and nothing is to be done with its buffer any more."""

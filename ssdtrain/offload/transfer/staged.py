@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 import torch
 
-from ssdtrain.codecs import HEADER_BYTES
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.tensors.region import Region, after_close
 from ssdtrain.offload.transfer.buffers import Buffers
@@ -131,12 +130,9 @@ class StagedTransfer:
         address = lease.address + transfer.raw_from
         return self.store.write(transfer.slot, address, after_event=handle, verify=self._verify)
 
-    def overflowed(self, region: Region) -> tuple[int, bool] | None:
-        transfer = region.transfer
+    def overflowed(self, region: Region) -> bool:
         host = None if self.closed else self._staged(region)  # after the end nothing comes back from a tier
-        if host is None or not self._encoding.coding.has_overflowed(region, host):
-            return None
-        return HEADER_BYTES, transfer.lease is None
+        return host is not None and self._encoding.coding.has_overflowed(region, host)
 
     def depart(self, region: Region) -> None:
         event = region.transfer.event

@@ -61,9 +61,8 @@ class Transfer(Protocol):
     def give_back(self, region: Region) -> None:
         """Return the staging buffer of the region once no copy uses it."""
 
-    def overflowed(self, region: Region) -> tuple[int, bool] | None:
-        """Return None if the payload of a region (with `TransferState.spare_bytes`), whose store has ended, has not overflowed; else
-        where in pinned memory the values begin, and whether that is the memory of its slot."""
+    def overflowed(self, region: Region) -> bool:
+        """Whether the payload of a region (with `TransferState.spare_bytes`) has overflowed, whose store is over."""
 
     def rewrite(self, region: Region) -> Operation:
         """Write again, to a new slot, what a failed write left in memory."""
@@ -158,7 +157,7 @@ class DirectTransfer:
     def give_back(self, region: Region) -> None:
         return None
 
-    def overflowed(self, region: Region) -> None:
+    def overflowed(self, region: Region) -> bool:
         raise AssertionError("what overflows on the CPU is stored as it is from the start")
 
     def rewrite(self, region: Region) -> Operation:
