@@ -6,7 +6,7 @@ it does not carry; drives are slower than the link. Both are measured at start, 
 PCIe the codec takes a part of that; where the link is as fast as memory, or there are no kernels, it may take more.
 
 On a CPU there is no link, and encoding takes cores from training: a step with the codec was longer on each drive that was tried
-(`benchmarks/spill_codec.py`). So there, as with GPUDirect Storage, whose transfers no thread of the host sees, tensors are stored
+(`benchmarks/spill_exact.py`). So there, as with GPUDirect Storage, whose transfers no thread of the host sees, tensors are stored
 as they are.
 """
 

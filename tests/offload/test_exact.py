@@ -58,6 +58,17 @@ def test_it_writes_three_quarters_of_bfloat16_and_no_more_of_what_it_does_not_sh
     assert runtime.statistics().store.bytes_written - before == sum(tensor.nbytes for tensor in plain)
 
 
+def test_views_of_one_storage_are_encoded_together(variant: Variant, make_runtime: MakeRuntime) -> None:
+    """Queries, keys and values of a fused projection; and a tensor of another dtype that lies there too."""
+    runtime = make_runtime(variant, codec="exact")
+    fused = torch.randn(64, 3 * 128).to(torch.bfloat16)
+    tensors = [*fused.chunk(3, dim=1), fused.view(torch.int16)]
+    came = there_and_back(runtime, tensors)
+    assert all(torch.equal(bits(a), bits(b)) for a, b in zip(came, tensors, strict=True))
+    found = runtime.statistics().offload
+    assert found.encoded_bytes == fused.nbytes and found.saved_bytes == 2 * fused.nbytes
+
+
 def test_a_part_of_a_tensor_that_has_a_codec_leaves_whole(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime(codec="exact")
     offload_parts(runtime, 0.5)

@@ -1,9 +1,9 @@
 """Codecs between a region and its tier: fewer bytes on the drive, for time on the device.
 
-Boolean masks are packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named
-a codec. A region that holds other bytes than those of its one tensor is not encoded: see Note: [Codecs and views]. A lossy codec
-changes gradients: what backward gets is then the decoded tensor whenever the region was encoded, also when its store was
-cancelled or forwarded, so that the result does not depend on timing. (A region that no tier has room for is not encoded.)
+Boolean masks are packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named a codec, or
+one is free (`ssdtrain.offload.free_codec`); which regions are is in Note: [Codecs and views]. A lossy codec changes gradients: what
+backward gets is then the decoded tensor whenever the region was encoded, also when its store was cancelled or forwarded, so that
+the result does not depend on timing. (A region that no tier has room for is not encoded.)
 
 Note: [Overflow]
 A codec that restores every bit at a fixed size cannot hold every tensor (`Codec.may_overflow`), and such a tensor is stored as it
@@ -90,13 +90,12 @@ class Coding:
             codec = _made(action.codec, tensor.device.type)
         elif region.dtype in self.dtypes and self._is_worth_it(region, action):
             codec = self._floats
-        if codec is None or extent[2] != region.nbytes:
+        if codec is None:
             return None
-        if _may_overflow(codec):
-            size = codec.payload_bytes(region.nbytes // region.dtype.itemsize, region.dtype)
-            if size >= region.nbytes:
-                return None  # float16, or few values
-        return codec if tensor.is_contiguous() or no_overlap(tensor) else None
+        if codec.lossless and region.dtype is not torch.bool:  # see Note: [Codecs and views]
+            return codec if region.nbytes % region.dtype.itemsize == 0 and _shrinks(codec, region) else None
+        own = extent[2] == region.nbytes
+        return codec if own and (tensor.is_contiguous() or no_overlap(tensor)) else None
 
     def _is_worth_it(self, region: Region, action: Action) -> bool:
         return not self._automatic or (region.nbytes >= AUTOMATIC_BYTES and action.part == 1)
@@ -174,6 +173,12 @@ def _made(name: str, device: str) -> Codec:
 
 def _may_overflow(codec: Codec) -> TypeGuard[Exact]:
     return codec.may_overflow
+
+
+def _shrinks(codec: Codec, region: Region) -> bool:
+    """False where a codec of fixed size makes no fewer bytes: of float16, or of few values."""
+    size = region.nbytes // region.dtype.itemsize, region.dtype
+    return not _may_overflow(codec) or codec.payload_bytes(*size) < region.nbytes
 
 
 def _encodes_on(codec: Codec, device: str) -> bool:
