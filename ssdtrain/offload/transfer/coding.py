@@ -1,9 +1,9 @@
 """Codecs between a region and its tier: fewer bytes on the drive, for time on the device.
 
-Boolean masks are packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named a codec, or
-one is free (`ssdtrain.offload.free_codec`); which regions are is in Note: [Codecs and views]. A lossy codec changes gradients: what
-backward gets is then the decoded tensor whenever the region was encoded, also when its store was cancelled or forwarded, so that
-the result does not depend on timing. (A region that no tier has room for is not encoded.)
+Boolean masks are packed, eight to a byte, which loses nothing. Floating-point tensors are encoded where the user named a codec,
+or one is free (`ssdtrain.offload.free_codec`); which regions are is in Note: [Codecs and views]. A lossy codec changes gradients:
+what backward gets is then the decoded tensor whenever the region was encoded, also when its store was cancelled or forwarded, so
+that the result does not depend on timing. (A region that no tier has room for is not encoded.)
 
 Note: [Overflow]
 A codec that restores every bit at a fixed size cannot hold every tensor (`Codec.may_overflow`), and such a tensor is stored as it
