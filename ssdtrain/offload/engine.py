@@ -72,6 +72,8 @@ class EngineLimits(NamedTuple):
     """Writes that are queued before an idle pool is woken."""
     in_order: bool
     """Tensors leave when later stores need their room."""
+    carried: float
+    """Bytes that are moved of each byte that leaves, see `OffloadMetrics`."""
 
 
 class OffloadEngine:
@@ -166,6 +168,7 @@ class OffloadEngine:
             self.buffers.counted_bytes,
             self.mover.batch_bytes,
             stores.in_order,
+            self.metrics.carried,
         )
 
     @property

@@ -10,6 +10,7 @@ from ssdtrain.codecs.base import FLOATS
 from ssdtrain.offload.free_codec import is_free
 from ssdtrain.offload.policy import Action
 from ssdtrain.offload.transfer.coding import AUTOMATIC_BYTES, CodecRule, Coding
+from ssdtrain.planner.derating import BandwidthDerating
 from ssdtrain.runtime import Runtime
 from tests.offload.conftest import MakeRuntime, Variant, offload_parts, settled
 from tests.support.saved import SaveGiven, any_bits, bits
@@ -128,3 +129,16 @@ class _Always:
 
     def observe(self, forward: object) -> None:
         pass
+
+
+def test_a_plan_counts_the_bytes_that_are_moved(make_runtime: MakeRuntime) -> None:
+    rates = {}
+    for codec in ("off", "exact"):
+        runtime = make_runtime(codec=codec)
+        derating = BandwidthDerating(runtime.offload.store.metrics, None)
+        derating.step_ended(runtime.offload.store.metrics, 0, 1.0)
+        there_and_back(runtime, [torch.randn(1 << 18).to(torch.bfloat16)])
+        derating.step_ended(runtime.offload.store.metrics, 0, 1.0)
+        (tier,) = derating.machine(runtime.engine).tiers
+        rates[codec] = tier.write / derating.rates.write
+    assert rates["off"] == 1 and rates["exact"] == pytest.approx(1 / 0.755, rel=1e-3)

@@ -117,6 +117,7 @@ class Mover:
             # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
             region.empty_()
             self.metrics.encoded_bytes += nbytes
+            self.metrics.payload_bytes += transfer.stored_bytes
         transfer.write_began(write)
         self.stores.nbytes += nbytes
         self.stores.append(region)
@@ -255,6 +256,7 @@ class Mover:
             return True
         self.metrics.overflowed_bytes += region.nbytes
         self.metrics.encoded_bytes -= region.nbytes
+        self.metrics.payload_bytes -= transfer.stored_bytes
         transfer.overflowed(region.nbytes, HEADER_BYTES)
         return (
             transfer.lease is None

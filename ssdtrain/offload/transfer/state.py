@@ -117,9 +117,7 @@ class TransferState:
     target: Target | None = None  # the device memory that it fills
     payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
     spare_bytes = 0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
-    raw_from = (
-        0  # where the values begin in the pinned memory that a payload was copied to, which has overflowed
-    )
+    raw_from = 0  # of the pinned memory with a payload that has overflowed: there the values begin
     loaded: torch.Tensor | None = None
     """What came back. See Note: [Buffers belong to the tensor] in `tensors.region`."""
     keep_resident = False  # backward is near: keep the bytes when the store ends
