@@ -14,7 +14,9 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.similar import closest
 from ssdtrain.config.units import parse_size
 
-AUTO, OFF = "auto", "off"
+AUTO = "auto"
+"""Value that stands for the key's default, as if the key were omitted, unless the key has a meaning for it."""
+OFF = "off"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ logger = logging.getLogger("ssdtrain")
 SPEC = "exact"
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes of which it makes fewer bytes."""
-PROBE = 64 * MiB  # bytes of the tensor that is encoded
+CODEC_PROBE = 64 * MiB  # bytes of the tensor that is encoded
 REPEATS = 3
 
 
@@ -62,15 +62,19 @@ def is_free(saved: float, seconds: float, link: tuple[float, float]) -> bool:
 
 
 def _saved(codec: FixedSizeCodec, dtype: torch.dtype) -> float:
-    return 1 - codec.payload_bytes(PROBE // dtype.itemsize, dtype) / PROBE
+    return 1 - codec.payload_bytes(CODEC_PROBE // dtype.itemsize, dtype) / CODEC_PROBE
 
 
 def _seconds(codec: FixedSizeCodec, device: torch.device, dtype: torch.dtype) -> float:
     """Measure encoding and decoding, in seconds per byte."""
-    values = torch.randn(PROBE // dtype.itemsize, device=device, generator=torch.Generator(device)).to(dtype)
+    values = torch.randn(CODEC_PROBE // dtype.itemsize, device=device, generator=torch.Generator(device)).to(
+        dtype
+    )
     payload = torch.empty(codec.payload_bytes(values.numel(), dtype), dtype=torch.uint8, device=device)
     encode = min(_elapsed(lambda: codec.encode(values, payload)) for _ in range(REPEATS))
-    return (encode + min(_elapsed(lambda: codec.decode(payload, values)) for _ in range(REPEATS))) / PROBE
+    return (
+        encode + min(_elapsed(lambda: codec.decode(payload, values)) for _ in range(REPEATS))
+    ) / CODEC_PROBE
 
 
 def _elapsed(work: Callable[[], object]) -> float:
