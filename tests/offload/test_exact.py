@@ -52,7 +52,7 @@ def test_it_writes_three_quarters_of_bfloat16_and_no_more_of_what_it_does_not_sh
 ) -> None:
     runtime = make_runtime(codec="exact", prefetch=0)
     there_and_back(runtime, [torch.randn(1 << 20).to(torch.bfloat16)])
-    assert runtime.statistics().store.bytes_written <= 0.756 * (2 << 20)
+    assert runtime.statistics().store.bytes_written <= 0.766 * (2 << 20)
     before = runtime.statistics().store.bytes_written
     plain = [torch.randn(COUNT).to(torch.float16), torch.arange(COUNT)]
     there_and_back(runtime, plain)
@@ -141,4 +141,4 @@ def test_a_plan_counts_the_bytes_that_are_moved(make_runtime: MakeRuntime) -> No
         derating.step_ended(runtime.offload.store.metrics, 0, 1.0)
         (tier,) = derating.machine(runtime.engine).tiers
         rates[codec] = tier.write / derating.rates.write
-    assert rates["off"] == 1 and rates["exact"] == pytest.approx(1 / 0.755, rel=1e-3)
+    assert rates["off"] == 1 and rates["exact"] == pytest.approx(1 / 0.766, rel=1e-3)
