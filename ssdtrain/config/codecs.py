@@ -14,6 +14,8 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.similar import closest
 from ssdtrain.config.units import parse_size
 
+AUTO = "auto"
+"""Value that stands for the key's default, as if the key were omitted, unless the key has a meaning for it."""
 OFF = "off"
 
 
@@ -39,6 +41,8 @@ class CodecKind:
     """Encodes floating-point tensors."""
     fixed_size: bool = True
     """The payload's size follows from shape and dtype alone, which a collective needs."""
+    lossless: bool = False
+    """Restores every bit."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +95,8 @@ _INTEGER = {
 }
 
 CODEC_KINDS: dict[str, CodecKind] = {
-    "raw": CodecKind("the bits, unchanged", {}),
-    "exact": CodecKind("every bit, exponents of bfloat16 and float32 in four bits", {}),
+    "raw": CodecKind("the bits, unchanged", {}, lossless=True),
+    "exact": CodecKind("every bit, exponents of bfloat16 and float32 in four bits", {}, lossless=True),
     "bf16": CodecKind("bfloat16", {"hadamard": _HADAMARD}),
     "fp16": CodecKind("float16", {"hadamard": _HADAMARD}),
     "int8": CodecKind("8-bit integers, a scale per block", _INTEGER),
@@ -113,15 +117,19 @@ CODEC_KINDS: dict[str, CodecKind] = {
         "byte planes and zstandard, in host memory, size depends on the data",
         {"level": CodecParameter("a whole number from 1 to 22", _level)},
         fixed_size=False,
+        lossless=True,
     ),
     "mask": CodecKind(
-        "one bit per bool; sparse: positions where that is smaller", {"sparse": _SWITCH}, floats=False
+        "one bit per bool; sparse: positions where that is smaller",
+        {"sparse": _SWITCH},
+        floats=False,
+        lossless=True,
     ),
 }
 
 OFFLOAD_ALLOWED = (
-    f"one of {', '.join(name for name, kind in CODEC_KINDS.items() if kind.floats)}, with its parameters as in "
-    '"int8:block=64", or leaving it out'
+    f'"auto", "off", or one of {", ".join(name for name, kind in CODEC_KINDS.items() if kind.floats)}, with its '
+    'parameters as in "int8:block=64"'
 )
 
 
@@ -158,13 +166,17 @@ def parse_codec(text: str) -> CodecSpec:
 
 
 def parse_offload_codec(value: Any) -> str:
-    """Validate the specification of a codec for saved floating-point tensors.
+    """Validate the specification of a codec for saved floating-point tensors, "auto" or "off".
 
     Raises:
         InvalidValue: not a string, as `parse_codec`, or a codec of other dtypes.
     """
+    if value is False:
+        return OFF  # YAML 1.1 reads a bare `off` as a boolean
     if not isinstance(value, str):
         raise InvalidValue(f"is a {type(value).__name__}", OFFLOAD_ALLOWED)
+    if value in (AUTO, OFF):
+        return value
     if not CODEC_KINDS[parse_codec(value).name].floats:
         raise InvalidValue(
             "does not encode floating-point tensors (boolean masks are always packed)", OFFLOAD_ALLOWED

@@ -12,10 +12,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ssdtrain.config.codecs import AUTO
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import ValueKind, kind_of
-from ssdtrain.config.load import AUTO, config_from_dict, section_of
+from ssdtrain.config.load import config_from_dict, section_of
 from ssdtrain.config.schema import Config
 from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles

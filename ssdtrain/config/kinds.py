@@ -189,7 +189,7 @@ def _ratio_text(text: str) -> Any:
     return json.loads(text)
 
 
-CODEC = ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec)
+CODEC = ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec, accepts_auto=True)
 RULE = ValueKind("codec", codecs.RULE_ALLOWED, codecs.parse_rule)
 FRACTION = ValueKind("fraction", FRACTION_ALLOWED, _fraction, text=float)
 POSITIVE = ValueKind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
@@ -210,7 +210,7 @@ AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
 Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
 CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
-"""Codec of saved tensors."""
+"""Codec of saved tensors, "auto" or "off"."""
 CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
 """Codecs of messages between ranks, which require payloads of known size."""
 Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]

@@ -8,6 +8,7 @@ from typing import Any, Union, get_args, get_origin
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from ssdtrain.config.codecs import AUTO
 from ssdtrain.config.errors import ConfigError, ConfigIssue, ConflictingValues, InvalidValue, shown_key
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
@@ -16,8 +17,6 @@ from ssdtrain.config.schema import Config
 from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
 
-AUTO = "auto"
-"""Value that stands for the key's default, as if the key were omitted."""
 LISTED = 20
 """Maximum unknown keys of a section that are reported individually."""
 

@@ -75,6 +75,9 @@ class CpuDevice:
     def capturing(self) -> bool:
         return False
 
+    def writes_pinned(self) -> bool:
+        return False
+
     def host_register(self) -> None:
         return None
 

@@ -32,6 +32,8 @@ UNPIN_TIMEOUT = 30.0  # seconds in which nothing of the device ends, after which
 
 _RECENT = 1024  # events recorded last that show whether the device makes progress
 
+HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
+
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
 
@@ -164,6 +166,12 @@ class CudaDevice:
 
     def capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()
+
+    def writes_pinned(self) -> bool:
+        value = ctypes.c_int()
+        code = loaded_cuda_runtime().cudaDeviceGetAttribute(ctypes.byref(value), HOST_POINTER, self._index)
+        check_cuda(int(code))
+        return bool(value.value)
 
     def host_register(self) -> Any:
         runtime = torch.cuda.cudart()

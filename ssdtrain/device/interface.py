@@ -89,6 +89,9 @@ class Device(Protocol):
     def capturing(self) -> bool:
         """True while the current stream is being captured into a graph."""
 
+    def writes_pinned(self) -> bool:
+        """Whether kernels can write to the memory that `host_register` pins, at its own address."""
+
     def host_register(self) -> Any | None:
         """A function (address, nbytes) -> unregister that pins host memory; None if pinning is not needed."""
 

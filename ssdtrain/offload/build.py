@@ -11,12 +11,14 @@ from ssdtrain.codecs import make_codec
 from ssdtrain.codecs.base import FLOATS
 from ssdtrain.codecs.warm_up import warm_up
 from ssdtrain.config import OffloadConfig
+from ssdtrain.config.codecs import AUTO, OFF
 from ssdtrain.config.units import MiB
-from ssdtrain.device import device_for
+from ssdtrain.device import Device, device_for
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.free_codec import free_codec
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
-from ssdtrain.offload.transfer.coding import MASK
+from ssdtrain.offload.transfer.coding import MASK, CodecRule
 from ssdtrain.offload.transfer.gpudirect import attach_gpudirect, gpudirect_refused
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
 from ssdtrain.storage.memory import HUGE_PAGE
@@ -98,14 +100,28 @@ def build_engine(
             by_cufile=direct,
             verified=offload.verify == "all",
             rank=rank,
+            codec=_codec(offload.codec, device, layer, direct=direct),
         )
         warm_up(make_codec(MASK), device, [torch.bool])
-        if offload.codec is not None:
-            warm_up(make_codec(offload.codec), device, FLOATS)
         return OffloadEngine(store, layer, device, _policy(offload, policy), options), store
     except BaseException:
         store.close()  # what is raised holds this frame, and with it the file and the threads
         raise
+
+
+def _codec(codec: str, device: torch.device, layer: Device, *, direct: bool) -> CodecRule | None:
+    """Return what encodes floating-point tensors, its kernels compiled.
+
+    Args:
+        codec: as the config has it.
+        direct: transfers are those of GPUDirect Storage.
+    """
+    if codec == AUTO:
+        return None if direct else free_codec(device, layer)
+    if codec == OFF:
+        return None
+    warm_up(make_codec(codec), device, FLOATS)
+    return CodecRule(codec)
 
 
 def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolicy:

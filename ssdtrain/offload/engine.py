@@ -72,6 +72,8 @@ class EngineLimits(NamedTuple):
     """Writes that are queued before an idle pool is woken."""
     in_order: bool
     """Tensors leave when later stores need their room."""
+    carried: float
+    """Bytes that are moved of each byte that leaves, see `OffloadMetrics`."""
 
 
 class OffloadEngine:
@@ -105,9 +107,9 @@ class OffloadEngine:
         self.eligible = Eligibility(max(1, options.min_bytes), torch_device)
         counted = self.meter if device.kind == "cpu" else None  # on a GPU the arena is host memory
         self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
-        self.coding = Coding(options.codec, options.rank)
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = (GpuDirectTransfer if options.by_cufile else StagedTransfer) if staged else DirectTransfer
+        self.coding = Coding(options.codec, options.rank, writes_pinned=staged and device.writes_pinned())
         transfer: Transfer = made(
             store, self.buffers, self.meter.see_own, self.coding, device, options.verified
         )
@@ -166,6 +168,7 @@ class OffloadEngine:
             self.buffers.counted_bytes,
             self.mover.batch_bytes,
             stores.in_order,
+            self.metrics.carried,
         )
 
     @property
@@ -273,7 +276,7 @@ class OffloadEngine:
         try:
             action = STAY if tape.keep else self._decide(tape, region)
             if action.offload and (action is not OFFLOAD or region.dtype in self.coding.dtypes):
-                codec = self.coding.choose(tensor, extent, region, action.codec)
+                codec = self.coding.choose(tensor, extent, region, action)
                 self.mover.plan(region, codec, action)
         except BaseException:
             seen.regions.remove(region)  # the policy has failed

@@ -178,7 +178,8 @@ class ActivationOffload(Feature):
         if self._planned:
             much = "what the plan says"
         way = f"offload: {much}, to {', then '.join(tiers)}"
-        return f"{way} | codec: {self._config.codec or 'none'}"
+        codec = self.engine.options.codec
+        return f"{way} | codec: {codec.spec if codec is not None else 'none'}"
 
     def close(self) -> None:
         with ExitStack() as closing:  # all are called, the last first, whatever one of them raises

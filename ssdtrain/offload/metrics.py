@@ -39,6 +39,10 @@ class OffloadMetrics(MetricSet):
     """Bytes of small strided views that were copied together before they left."""
     encoded_bytes: int = counter(Unit.BYTES)
     """Bytes of regions that left through a codec; what was written of them is in the store's metrics."""
+    payload_bytes: int = counter(Unit.BYTES)
+    """Bytes of the payloads that these left as."""
+    overflowed_bytes: int = counter(Unit.BYTES, "stored raw, codec full")
+    """Bytes of regions that a codec of fixed size could not hold, and that were stored as they are."""
     avoided_write_bytes: int = counter(Unit.BYTES, "writes avoided")
     """Bytes whose store was cancelled before it began, because backward came first. They are not among `offloaded_bytes`."""
     forwarded_bytes: int = counter(Unit.BYTES)
@@ -81,6 +85,12 @@ class OffloadMetrics(MetricSet):
     spans: Spans | None = field(default=None, repr=False, compare=False)
     """Also gets each wait and transfer; None: no trace is recorded.
     The thread that ends a step sets it: read it once."""
+
+    @property
+    def carried(self) -> float:
+        """Bytes that are moved to a tier of each byte that leaves: below 1 where codecs encode them."""
+        left = self.offloaded_bytes + self.avoided_write_bytes
+        return 1 - (self.encoded_bytes - self.payload_bytes) / left if left else 1.0
 
     @property
     def stall_seconds(self) -> float:

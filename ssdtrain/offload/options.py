@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ssdtrain.config import OffloadConfig
+from ssdtrain.offload.transfer.coding import CodecRule
 
 __all__ = ["EngineOptions"]
 
@@ -30,7 +31,7 @@ class EngineOptions:
     staged: bool | None = None  # None: staged through pinned buffers on a GPU, in place on the CPU
     by_cufile: bool = False  # staged, but between device and drives by GPUDirect Storage
     verified: bool = False  # stores have a checksum of all their bytes, which is compared when they come back
-    codec: str | None = None  # of floating-point tensors on their way to a tier
+    codec: CodecRule | None = None  # of floating-point tensors on their way to a tier
     rank: int = 0
     clock: Callable[[], float] = time.monotonic  # by which waits of the host are measured
 

@@ -352,11 +352,14 @@ class BandwidthDerating:
             # Nothing was written to a drive where all fits into host memory. Behind a link that memory is pinned: a transfer is
             # over with its copy.
             rates = rates.or_else(self._host_rates)
-            write, read = (rate if rate and link is None else AT_ONCE for rate in self._host_rates)
+            write, read = (
+                rate / limits.carried if rate and link is None else AT_ONCE for rate in self._host_rates
+            )
             host = [Tier("host", write, read, depth=ALL_BEGUN, capacity=self._capacity)]
         # Copies into a pinned host tier take the time of the link alone.
         write = rates.write or (link[0] if link is not None else 1.0)
         read = rates.read or write  # everything so far was taken from its staging buffer
+        margin /= limits.carried  # the model counts saved bytes
         return Machine(
             (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN), *host),
             Link(*(margin * rate for rate in link)) if link is not None else None,

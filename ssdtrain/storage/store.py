@@ -140,11 +140,12 @@ class SpillStore:
             self, _close_parts, self.pool, self._slabs, self._host, self._pattern, self._filled
         )
 
-    def reserve(self, nbytes: int, tier: str | None = None) -> Slot:
+    def reserve(self, nbytes: int, tier: str | None = None, *, spare: int = 0) -> Slot:
         """Reserve a slot of `nbytes`: in the host tier if it has room, else on drives.
 
         Args:
             tier: "ssd": prefer a drive, and use the host tier only if no drive has room.
+            spare: bytes more of a slot that a device copies to (`is_pinned`).
 
         Raises:
             StoreFull: no tier has room.
@@ -162,13 +163,13 @@ class SpillStore:
             if self._host is None:
                 slot = self._reserve_drives(nbytes)
             elif tier == "ssd":
-                slot = self._reserve_drives(nbytes) or self._reserve_host(nbytes)
+                slot = self._reserve_drives(nbytes) or self._reserve_host(nbytes + spare)
             else:
-                slot = self._reserve_host(nbytes) or self._reserve_drives(nbytes)
+                slot = self._reserve_host(nbytes + spare) or self._reserve_drives(nbytes)
             if slot is None:
                 raise no_room(nbytes, self._slabs, self._host)
             self._live_slots += 1
-            self._live_bytes += nbytes
+            self._live_bytes += slot.nbytes
             return slot
 
     def write(
@@ -355,7 +356,7 @@ class SpillStore:
     def copied(self, slot: Slot, operation: Operation, *, into: bool) -> None:
         """`operation` fills the memory of a pinned slot of the host tier (`into`), or reads it. It is not reused before."""
         slot.record(operation, 0 if into else None)
-        self._copied[0 if into else 1] += slot.nbytes
+        self._copied[0 if into else 1] += operation.nbytes
 
     def _reserve_host(self, nbytes: int) -> Slot | None:
         if self._host is None:

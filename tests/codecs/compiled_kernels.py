@@ -10,7 +10,7 @@ import torch
 from benchmarks.exact import ARCHITECTURES, bytes_per_value, exact_kernels
 from benchmarks.kernel_code import compile_kernel
 from ssdtrain.codecs.exact import Exact
-from ssdtrain.codecs.kernels import block, exact, hadamard, mask, zfp
+from ssdtrain.codecs.kernels import block, exact, hadamard, mask, overflow, zfp
 from ssdtrain.codecs.scales import ASYMMETRIC, E4M3, E5M2, SYMMETRIC
 
 POINTERS = {"payload": "*u8", "scale_in": "*i16", "code_in": "*u8", "sign": "*fp32", "rotated": "*fp32"}
@@ -44,6 +44,7 @@ for kernel, sizes in (
     (exact._decode_kernel, ("groups",)),
     (zfp._encode_kernel, ("numel", "blocks")),
     (zfp._decode_kernel, ("numel", "words")),
+    (overflow._copy_kernel, ("host", "first", "count")),
 ):
     # Else a tensor of another size compiles a kernel in the step that has it.
     assert set(sizes) <= {p.name for p in kernel.params if p.do_not_specialize}, kernel
@@ -80,6 +81,10 @@ text = ptx(mask._pack_kernel, {"flat": "*u8", "packed": "*u8"}, {"P": 1024}, ("n
 assert re.search(r"ld\.global\.(v2|v4)", text), "values are loaded as vectors"
 text = ptx(mask._unpack_kernel, {"packed": "*u8", "out": "*u8"}, {"P": 1024}, ("numel",))
 assert re.search(r"st\.global\.(v2|v4)", text), "values are stored as vectors"
+
+for to_host in (False, True):
+    flagged = {"flag": "*u8", "source": "*i16", "target": "*i16", "host": "i64"}
+    check(ptx(overflow._copy_kernel, flagged, {"R": 4096, "TO_HOST": to_host}))
 
 for architecture in ARCHITECTURES:
     for dtype in (torch.bfloat16, torch.float32):

@@ -135,9 +135,9 @@ def once(caplog: pytest.LogCaptureFixture, runtime: Runtime) -> None:
     assert not any(drive.retired for drive in runtime.statistics().store.drives)
 
 
-@pytest.mark.parametrize("codec", [None, "lossless"])
+@pytest.mark.parametrize("codec", ["off", "lossless"])
 def test_after_a_failed_write_stores_go_through_host_memory(
-    stand_in: KvikioStandIn, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture, codec: str | None
+    stand_in: KvikioStandIn, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture, codec: str
 ) -> None:
     runtime = make_runtime(ON, codec=codec)
     stand_in.fails.add("write")

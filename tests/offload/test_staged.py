@@ -102,27 +102,28 @@ def test_the_kernels_of_a_codec_are_compiled_when_the_engine_is_made(
         build, "warm_up", lambda codec, device, dtypes: warmed.append((device, tuple(dtypes)))
     )
     make_runtime(STAGED, codec="int8")
-    assert warmed == [(torch.device("cpu"), FLOATS)]
+    device = torch.device("cpu")
+    assert warmed == [(device, FLOATS), (device, (torch.bool,))]
 
 
 def test_a_released_head_delays_no_departure() -> None:
-    """1. backward drops the oldest tensor while it is stored; 2. the next two are stored; 3. the older one of these leaves."""
+    """1. backward drops the oldest tensor while it is stored; 2. the next three are stored; 3. the oldest of these leaves."""
     left: list[Any] = []
     departures = Departures(left.append)
     departures.limit = 100
     regions = [
         SimpleNamespace(
             nbytes=100,
-            pointer=4096,
+            on_device=True,
             freed=lambda: False,
             transfer=SimpleNamespace(state=State.STORING, keep_resident=False, rest=None),
         )
-        for _ in range(3)
+        for _ in range(4)
     ]
     departures.add(regions[0], 100)
     regions[0].transfer.state = State.RELEASED
-    departures.add(regions[1], 200)
-    departures.add(regions[2], 300)
+    for number, region in enumerate(regions[1:], 2):
+        departures.add(region, 100 * number)
     assert left == [regions[1]]
 
 
@@ -131,7 +132,7 @@ def test_a_part_departs_when_the_tape_has_moved_on_also_where_nothing_else_is_st
     departures = Departures(left.append)
     departures.limit = 200
     transfer = SimpleNamespace(state=State.STORING, keep_resident=False, rest=object(), saved_before=0)
-    region: Any = SimpleNamespace(nbytes=100, pointer=4096, freed=lambda: False, transfer=transfer)
+    region: Any = SimpleNamespace(nbytes=100, on_device=True, freed=lambda: False, transfer=transfer)
     departures.add(region, 100)
     departures.advance(200)  # the next operator, whose kernel runs before the copy off the device begins
     assert not left

@@ -59,11 +59,12 @@ def backward(runtime: Runtime, loss: torch.Tensor) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("codec", ["off", "exact"])
 @pytest.mark.parametrize("variant", ON_DRIVES, ids=lambda variant: variant.name)
 def test_a_bit_that_changed_on_the_drive_is_an_error_that_names_tensor_and_directory(
-    make_runtime: MakeRuntime, variant: Variant
+    make_runtime: MakeRuntime, variant: Variant, codec: str
 ) -> None:
-    runtime = make_runtime(variant, verify="all", prefetch=0)
+    runtime = make_runtime(variant, verify="all", prefetch=0, codec=codec)
     net = attached(runtime)
     with stored_forward(runtime) as tape:
         loss = net(torch.randn(256, SIZE)).square().sum()
@@ -73,7 +74,7 @@ def test_a_bit_that_changed_on_the_drive_is_an_error_that_names_tensor_and_direc
         backward(runtime, loss)
     error, text = caught.value, str(caught.value)
     assert "the data came back changed" in text and f"at offset {error.offset} of the spill file" in text
-    assert (error.nbytes, error.offset) == (region.nbytes, region.transfer.slot._extents[1])
+    assert (error.nbytes, error.offset) == (region.transfer.stored_bytes, region.transfer.slot._extents[1])
     assert drive_of(str(error.filename)).device in text
     assert f"region {region.index} of chunk 0" in text
     assert 'parameter "1.0.' in text or 'parameter "0.0.' in text or 'parameter "2.0.' in text
@@ -146,11 +147,13 @@ def flipped_reads(runtime: Runtime, which: Callable[[int], bool]) -> None:
     store.read = read_wrong
 
 
+@pytest.mark.parametrize("codec", ["off", "exact"])
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
 def test_a_store_that_flips_a_bit_is_found_with_the_name_of_the_module(
-    make_runtime: MakeRuntime, variant: Variant
+    make_runtime: MakeRuntime, variant: Variant, codec: str
 ) -> None:
-    runtime = make_runtime(variant, prove_steps=2, verify="off")
+    """What is compared is decoded."""
+    runtime = make_runtime(variant, prove_steps=2, verify="off", codec=codec)
     net = attached(runtime)
     flipped_reads(runtime, lambda count: count == 2)
     with runtime.step():

@@ -162,6 +162,9 @@ class LaggingDevice:
     def capturing(self) -> bool:
         return False
 
+    def writes_pinned(self) -> bool:
+        return False
+
     def host_register(self) -> Callable[[int, int], Callable[[], None]]:
         return lambda address, nbytes: lambda: None
 

@@ -45,6 +45,11 @@ def _triton_available() -> bool:
     return True
 
 
+def compiled() -> bool:
+    """Whether there are Triton kernels, and not its interpreter."""
+    return os.environ.get("TRITON_INTERPRET") != "1" and _triton_available()
+
+
 def usable(backend: str, *tensors: Tensor) -> bool:
     """Whether to use the Triton kernels: for CUDA tensors, or if `backend` is "triton" (interpreted on the CPU)."""
     if backend == "triton":
@@ -123,6 +128,14 @@ def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulat
 
     with torch.cuda.device_of(out):
         hadamard.unrotate(rotated, out, signs, unit, accumulate)
+
+
+def copy_where_set(flag: Tensor, source: Tensor, target: Tensor, host: int = 0, first: int = 0) -> None:
+    """Copy `source` to `target` where `flag` [1] is not zero, and its values from `first` on also to the address `host`."""
+    from ssdtrain.codecs.kernels import overflow
+
+    with torch.cuda.device_of(source):
+        overflow.copy_where_set(flag, source, target, host, first)
 
 
 def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> Tensor:

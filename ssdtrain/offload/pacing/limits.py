@@ -214,7 +214,7 @@ class Departures:
     Modelled in `ssdtrain/planner/model/simulation.py`: change both.
 
     Args:
-        depart: lets the stream of a region wait for its copy and empties the tensor.
+        depart: lets the stream of a region wait for its copy and empties the tensor, or lets go of the payload.
     """
 
     def __init__(self, depart: Callable[[Region], None]) -> None:
@@ -271,5 +271,5 @@ class Departures:
 
 
 def _on_its_way(region: Region) -> bool:
-    """Return True if the bytes are being stored, and still in their tensor."""
-    return region.pointer != 0 and region.transfer.state is _STORING
+    """Return True if the bytes are being stored, and they or their payload still on the device."""
+    return region.transfer.state is _STORING and region.on_device

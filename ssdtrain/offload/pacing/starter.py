@@ -177,7 +177,7 @@ class StoreStarter:
                     return
                 full = full or self._mover.admits(region)
                 transfer = self._mover.transfer
-                size, limit = region.transfer.stored_bytes, transfer.largest
+                size, limit = region.transfer.staged_bytes, transfer.largest
                 # How large an encoded one is is known when its store was tried.
                 large = limit is not None and size > limit and (full or not region.transfer.codec)
                 passing = transfer.returning()

@@ -120,6 +120,11 @@ class Region:
         """True while the bytes are (also) in `tensor`."""
         return bool(self.tensor.untyped_storage().nbytes())
 
+    @property
+    def on_device(self) -> bool:
+        """True while the bytes, or their payload, are (also) where the engine has not released them."""
+        return self.pointer != 0 or self.transfer.payload is not None
+
     def tensor_from(self, base: torch.Tensor, start: int, geometry: Geometry, *, alone: bool) -> torch.Tensor:
         """Return the saved tensor of this geometry from the region's bytes, which begin `start` bytes into the storage of `base`.
 

@@ -22,7 +22,8 @@ that another operator saved before. Such a tensor needs no gradient; the outputs
 
 Note: [Codecs and views]
 A region that a codec encodes holds one saved tensor and nothing else, and only tensors of its dtype join: as another dtype its
-bytes would come back changed, also those of a bool mask packed to bits.
+bytes would come back changed, also those of a bool mask packed to bits. Where a codec of floats restores every bit, the region
+may also be a whole storage of which the tensor is a view: of a fused QKV projection, a fifth of what a block saves.
 
 Note: [Strided views]
 A view that leaves gaps (a fused QKV projection, split: three views, each over 99% of one storage) becomes a region over the whole

@@ -54,10 +54,12 @@ class GpuDirectTransfer(StagedTransfer):
             )
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
-        if not self._is_direct(region):
+        if region.transfer.spare_bytes or not self._is_direct(region):  # the host has to see an overflow
             return super().begin_store(region, defer=defer)
         slot = region.transfer.slot
         assert slot is not None
+        if region.transfer.payload is not None:
+            self._leave_to_payload(region)
         event = self.device.record(self.device.current_stream())
         handle = self.device.event_handle(event)
         operation = self.store.transfer_device(slot, address_of(region), into=True, after_event=handle)

@@ -17,7 +17,7 @@ import errno
 import logging
 import time
 
-from ssdtrain.codecs import Codec
+from ssdtrain.codecs import HEADER_BYTES, Codec
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.pacing.limits import Departures, StoresInFlight
 from ssdtrain.offload.policy import Action
@@ -28,7 +28,7 @@ from ssdtrain.offload.transfer.loads import Loads
 from ssdtrain.offload.transfer.rests import moved_bytes
 from ssdtrain.offload.transfer.state import State
 from ssdtrain.offload.transfer.transfer import Transfer
-from ssdtrain.storage import IOFailure, Operation, SpillStore, StoreClosed, StoreFull
+from ssdtrain.storage import IOFailure, Operation, Slot, SpillStore, StoreClosed, StoreFull
 
 __all__ = ["Mover"]
 
@@ -92,14 +92,14 @@ class Mover:
         transfer = region.transfer
         if (region.pointer + region.start) % ALIGNED:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
-        if transfer.codec is not None:
-            self._encode(region)
+        if transfer.codec is not None and transfer.payload is None:  # else there was no room
+            self._encode(region, transfer.codec)
         if transfer.moved_bytes != region.nbytes:
             transfer.rest = self.transfer.rests.take(region)
             if transfer.rest is None:  # no memory for it: it leaves whole
                 transfer.moved_bytes = transfer.stored_bytes = region.nbytes
         try:
-            transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
+            transfer.slot = self._reserve(region)
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
@@ -117,29 +117,43 @@ class Mover:
             # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
             region.empty_()
             self.metrics.encoded_bytes += nbytes
+            self.metrics.payload_bytes += transfer.stored_bytes
         transfer.write_began(write)
         self.stores.nbytes += nbytes
         self.stores.append(region)
         self.metrics.offloaded_bytes += nbytes
         if nbytes != region.nbytes:
             self.metrics.kept_bytes += region.nbytes - nbytes
-        if self.transfer.copies and not encoded and not transfer.in_place:
+        if self.transfer.copies and not transfer.in_place:
             self.departures.add(region, self.metrics.saved_bytes)
         return True
 
-    def _encode(self, region: Region) -> None:
+    def _encode(self, region: Region, codec: Codec) -> None:
+        largest = self.transfer.largest
+        if codec.may_overflow and largest is not None and largest < region.nbytes + HEADER_BYTES:
+            region.transfer.codec = None  # only without a header it fits through
+            return
         began = time.perf_counter()
-        payload = self.transfer.encode(region)
+        encoded = self.transfer.encode(region)
         self.metrics.count_codec(region.name, began)
-        if payload is None:
-            region.transfer.codec = None
-        else:
-            region.transfer.payload = payload
-            region.transfer.stored_bytes = payload.numel()
+        if encoded is not None:
+            region.transfer.encoded(encoded)
+            return
+        region.transfer.codec = None
+        if codec.may_overflow:
+            self.metrics.overflowed_bytes += region.nbytes
+
+    def _reserve(self, region: Region) -> Slot:
+        transfer = region.transfer
+        return self.store.reserve(transfer.stored_bytes, transfer.tier, spare=transfer.spare_bytes)
 
     def _depart(self, region: Region) -> None:
+        """Let what was copied off the device leave it: the payload, or the bytes of the tensor."""
         self.transfer.depart(region)
-        region.empty_()
+        if region.transfer.payload is not None:
+            region.transfer.payload = None
+        else:
+            region.empty_()
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
@@ -203,6 +217,9 @@ class Mover:
             return
         if self.metrics.spans is not None:
             self.metrics.count_transfer("stores", region, operation)
+        if transfer.spare_bytes and transfer.state is not State.RELEASED and not self._in_tier(region):
+            self._store_again(region)
+            return
         self.stores.nbytes -= transfer.moved_bytes
         if transfer.state is State.RELEASED:
             self._close_write(region)
@@ -229,6 +246,21 @@ class Mover:
             self._close_write(region)
             region.empty_()
             transfer.state = State.STORED
+
+    def _in_tier(self, region: Region) -> bool:
+        """Whether the tier holds the region: False if its payload has overflowed, and is stored without the values."""
+        transfer = region.transfer
+        overflowed = self.transfer.overflowed(region)
+        transfer.spare_bytes = 0
+        if not overflowed:
+            return True
+        self.metrics.overflowed_bytes += region.nbytes
+        self.metrics.encoded_bytes -= region.nbytes
+        self.metrics.payload_bytes -= transfer.stored_bytes
+        transfer.overflowed(region.nbytes, HEADER_BYTES)
+        return (
+            transfer.lease is None
+        )  # the device has copied to the slot itself, where they are behind the header
 
     def _close_write(self, region: Region) -> None:
         """The write is over, well or not, and nothing is to be done with its buffer any more."""
@@ -287,13 +319,19 @@ class Mover:
             self.stores.nbytes -= region.transfer.moved_bytes
             self._leave_to_owner(region)
             return
-        self._free_slot(region)
         if transfer.in_place:
+            self._free_slot(region)
             self._undo_store(region)
             self.keep(region)
             return
+        self._store_again(region)
+
+    def _store_again(self, region: Region) -> None:
+        """Write what is to be stored to another slot; where no tier has room, the region stays in memory."""
+        transfer = region.transfer
+        self._free_slot(region)
         try:
-            transfer.slot = self.store.reserve(transfer.stored_bytes, transfer.tier)
+            transfer.slot = self._reserve(region)
         except (StoreFull, StoreClosed) as none:
             self._undo_store(region)
             self._keep_for_want_of_room(region, none)
@@ -364,7 +402,7 @@ class Mover:
                 self._close_write(region)
                 region.empty_()
             # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
-            elif self.transfer.copies and region.in_tensor and not transfer.in_place:
+            elif self.transfer.copies and region.on_device and not transfer.in_place:
                 self._depart(region)
         elif state is State.LOADING:
             self.loads.release(region)

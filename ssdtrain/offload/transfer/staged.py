@@ -16,7 +16,7 @@ from ssdtrain.offload.tensors.region import Region, after_close
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.offload.transfer.rests import Rests
-from ssdtrain.offload.transfer.state import Arrival, Read, Write
+from ssdtrain.offload.transfer.state import Arrival, Encoded, Read, Write
 from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.offload.transfer.transfer import Encoding, address_of
 from ssdtrain.storage import Lease, Operation, Slot, SpillStore
@@ -79,34 +79,47 @@ class StagedTransfer:
     def largest(self) -> int | None:
         return None if self.unstaged else self.buffers.capacity
 
-    def encode(self, region: Region) -> torch.Tensor | None:
-        payload = self._encoding.encode(region)
-        # The tensor is released next: what reuses its memory comes after the encoding.
-        current = self.device.current_stream()
-        if payload is not None and region.stream is not None and region.stream != current:
-            encoded = self.device.record(current)
-            if encoded is not None:
-                self.device.wait(encoded, region.stream)
-        return payload
+    def encode(self, region: Region) -> Encoded | None:
+        return self._encoding.encode(region)
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         slot = region.transfer.slot
         assert slot is not None
         if self.store.is_pinned(slot):
-            event = self.device.copy_to_host(address_of(region), slot.address, slot.nbytes)
-            return Write(self._copied(slot, event, into=True), event=event)
-        lease = self.buffers.acquire(region.transfer.stored_bytes)
+            event = self._copy_out(region, slot.address)
+            operation = self._copied(slot, event, region.transfer.stored_bytes, into=True)
+            return Write(operation, event=event)
+        lease = self.buffers.acquire(region.transfer.staged_bytes)
         if lease is None:
             return None
-        event = self.device.copy_to_host(address_of(region), lease.address, lease.nbytes)
+        event = self._copy_out(region, lease.address)
         # Never deferred: the pool's workers wait for the device anyway.
         return Write(self._write(region, lease, event), lease=lease, event=event)
 
-    def _copied(self, slot: Slot, event: Event | None, *, into: bool) -> Operation:
+    def _copy_out(self, region: Region, host: int) -> Event | None:
+        """Queue the copy of the region, or of its payload, to the address `host` in pinned memory."""
+        transfer = region.transfer
+        nbytes = transfer.stored_bytes
+        if transfer.spare_bytes:
+            nbytes = self._encoding.coding.keep_values(region, host)
+        if transfer.payload is not None:
+            self._leave_to_payload(region)
+        return self.device.copy_to_host(address_of(region), host, nbytes)
+
+    def _leave_to_payload(self, region: Region) -> None:
+        """The tensor is released next: what reuses its memory comes after the encoding."""
+        current = self.device.current_stream()
+        if region.stream is not None and region.stream != current:
+            encoded = self.device.record(current)
+            if encoded is not None:
+                self.device.wait(encoded, region.stream)
+            region.stream = current  # which has the memory of the payload, and gets it back when that departs
+
+    def _copied(self, slot: Slot, event: Event | None, nbytes: int, *, into: bool) -> Operation:
         """See Note: [Pinned host tier]."""
         if event is not None:  # `close` waits for it: the tier is unmapped then
             self._passing[_BUFFERLESS_TO_HOST if into else _BUFFERLESS_TO_DEVICE].append((event, None, None))
-        copy = DeviceCopy(self.device, event, slot.nbytes)
+        copy = DeviceCopy(self.device, event, nbytes)
         self.store.copied(slot, copy, into=into)
         return copy
 
@@ -114,7 +127,12 @@ class StagedTransfer:
         handle = self.device.event_handle(event)
         transfer = region.transfer
         assert transfer.slot is not None
-        return self.store.write(transfer.slot, lease.address, after_event=handle, verify=self._verify)
+        address = lease.address + transfer.raw_from
+        return self.store.write(transfer.slot, address, after_event=handle, verify=self._verify)
+
+    def overflowed(self, region: Region) -> bool:
+        host = None if self.closed else self._staged(region)  # after the end nothing comes back from a tier
+        return host is not None and self._encoding.coding.has_overflowed(region, host)
 
     def depart(self, region: Region) -> None:
         event = region.transfer.event
@@ -158,21 +176,39 @@ class StagedTransfer:
     def recall(self, region: Region) -> Arrival | None:
         transfer = region.transfer
         if transfer.payload is not None:
-            return self._decode(region)._replace(payload=transfer.payload)
+            return self._decode(region, transfer.payload)._replace(payload=transfer.payload)
         host = None if region.in_tensor else self._staged(region)
         if host is None:
             return None
-        return self._copy_in(region, host, transfer.event)
+        nbytes = transfer.stored_bytes
+        if transfer.spare_bytes and not self._holds(region, host):
+            nbytes = transfer.staged_bytes
+        arrival = self._copy_in(region, host, nbytes, transfer.event)
+        return arrival if transfer.codec is None else self._decode_arrived(region, arrival)
+
+    def _holds(self, region: Region, host: int) -> bool:
+        """Whether it is known already that the payload at `host`, which is copied there, has not overflowed."""
+        event = region.transfer.event
+        return (event is None or event.query()) and not self._encoding.coding.has_overflowed(region, host)
+
+    def _decode_arrived(self, region: Region, arrival: Arrival) -> Arrival:
+        """Return the values of the payload that has departed, which is on the way back as `arrival`."""
+        payload, target = arrival.loaded, arrival.target
+        assert payload is not None and target is not None
+        if arrival.event is not None:
+            self.device.wait(arrival.event)
+        self.targets.hand_out(target)
+        return self._decode(region, payload)._replace(target=target, event=arrival.event)
 
     def _staged(self, region: Region) -> int | None:
-        """Address of the host memory that the bytes are copied to or from; None: there is none now."""
+        """Address of the pinned memory where a store has put the bytes; None: there is none now."""
         transfer = region.transfer
         if transfer.lease is not None:
-            return transfer.lease.address
+            return transfer.lease.address + transfer.raw_from
         if transfer.slot is not None and self.store.is_pinned(transfer.slot):
             if self.closed or self.store.closed:  # which unmaps the tier
                 raise after_close()
-            return transfer.slot.address
+            return transfer.slot.address + transfer.raw_from
         return None
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
@@ -191,10 +227,13 @@ class StagedTransfer:
 
     def advance_load(self, region: Region) -> Arrival:
         lease, unpooled = region.transfer.lease, region.transfer.loaded
-        host = self._staged(region) if unpooled is None else unpooled.data_ptr()
+        if unpooled is not None:
+            host: int | None = unpooled.data_ptr()
+        else:
+            host = self._staged(region) if lease is None else lease.address
         assert host is not None
         # It may find no memory: then the region is as before, and this may be tried again.
-        arrival = self._copy_in(region, host)
+        arrival = self._copy_in(region, host, region.transfer.stored_bytes)
         if unpooled is not None and arrival.event is not None:
             self._passing[_BUFFERLESS_TO_DEVICE].append((arrival.event, None, unpooled))
         self._return(lease, arrival.event, region.transfer.event, region)
@@ -202,20 +241,20 @@ class StagedTransfer:
             return arrival
         return arrival._replace(loaded=None, payload=arrival.loaded)
 
-    def _copy_in(self, region: Region, host: int, after: Event | None = None) -> Arrival:
-        """Queue the copy of the stored bytes at the address `host` to the device, behind `after`."""
+    def _copy_in(self, region: Region, host: int, nbytes: int, after: Event | None = None) -> Arrival:
+        """Queue the copy of `nbytes` at the address `host`, those that are stored, to the device, behind `after`."""
         transfer = region.transfer
         target = transfer.target
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
-            target = self.reserve_target(region)
+            target = self._reserve(region, nbytes)
         tensor = self.targets.take(target)
         awaited = target.awaited if after is None else [*target.awaited, after]
-        event = self.device.copy_to_device(host, tensor.data_ptr(), transfer.stored_bytes, awaited)
+        event = self.device.copy_to_device(host, tensor.data_ptr(), nbytes, awaited)
         target.awaited = []  # all copies to the device are queued on one stream, the next one behind this
         event = self._put_back(region, tensor) or event
         slot = transfer.slot
         if slot is not None and self.store.is_pinned(slot):
-            self._copied(slot, event, into=False)
+            self._copied(slot, event, nbytes, into=False)
         return Arrival(tensor, None, target, event)
 
     def _put_back(self, region: Region, whole: torch.Tensor) -> Event | None:
@@ -229,7 +268,13 @@ class StagedTransfer:
         return event
 
     def reserve_target(self, region: Region) -> Target:
-        target = self.targets.reserve(region.transfer.arriving_bytes, region.transfer.arriving_lead)
+        return self._reserve(region, region.transfer.stored_bytes)
+
+    def _reserve(self, region: Region, nbytes: int) -> Target:
+        """Return memory for `nbytes` that are stored, and for the part that stayed."""
+        rest = region.transfer.rest
+        nbytes = nbytes if rest is None else nbytes + rest.numel()
+        target = self.targets.reserve(nbytes, region.transfer.arriving_lead)
         assert target.tensor is not None
         self._seen(target.tensor.untyped_storage())
         return target
@@ -245,15 +290,13 @@ class StagedTransfer:
             self.device.record_use(transfer.loaded)  # of the stream that decoded it
         if transfer.payload is None or transfer.loaded is not None:
             return None
-        return self._decode(region)
+        return self._decode(region, transfer.payload)
 
-    def _decode(self, region: Region) -> Arrival:
+    def _decode(self, region: Region, payload: torch.Tensor) -> Arrival:
         """Return the values of a payload, decoded on the current stream; others wait for the event."""
-        payload = region.transfer.payload
-        assert payload is not None
-        if region.transfer.target is None:
+        if payload is region.transfer.payload and region.transfer.target is None:
             self.device.record_use(payload)
-        values = self._encoding.decode(region)
+        values = self._encoding.decode(region, payload)
         return Arrival(values, decoded=self.device.record(self.device.current_stream()))
 
     def poll(self) -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ssdtrain.offload.transfer.targets import Target
     from ssdtrain.storage import Lease, Operation, Slot
 
-__all__ = ["Arrival", "Read", "State", "TransferState", "Write"]
+__all__ = ["Arrival", "Encoded", "Read", "State", "TransferState", "Write"]
 
 
 class State(enum.Enum):
@@ -30,6 +30,15 @@ class State(enum.Enum):
     LOADING = "loading"  # in a tier, and on the way to memory
     LOADED = "loaded"  # in a tier and in memory
     RELEASED = "released"  # nowhere: they are not needed any more
+
+
+class Encoded(NamedTuple):
+    """A payload that was made."""
+
+    payload: torch.Tensor
+    stored_bytes: int
+    """Size of the payload, which `payload` begins with. What is behind it takes the values where the codec overflowed, which the
+    host does not know yet: see Note: [Overflow] in `coding`."""
 
 
 class Write(NamedTuple):
@@ -107,6 +116,8 @@ class TransferState:
     decoding: Event | None = None  # of what came back encoded, on the device
     target: Target | None = None  # the device memory that it fills
     payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
+    spare_bytes = 0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
+    raw_from = 0  # of the pinned memory with a payload that has overflowed: there the values begin
     loaded: torch.Tensor | None = None
     """What came back. See Note: [Buffers belong to the tensor] in `tensors.region`."""
     keep_resident = False  # backward is near: keep the bytes when the store ends
@@ -118,9 +129,9 @@ class TransferState:
         self.stored_bytes = nbytes  # in the tier
 
     @property
-    def arriving_bytes(self) -> int:
-        """Bytes of the memory that a load fills: with the part that stayed, where the region left in part."""
-        return self.stored_bytes if self.rest is None else self.stored_bytes + self.rest.numel()
+    def staged_bytes(self) -> int:
+        """Bytes of the pinned memory that a store passes through."""
+        return self.stored_bytes + self.spare_bytes
 
     @property
     def arriving_lead(self) -> int:
@@ -138,7 +149,19 @@ class TransferState:
 
     def write_over(self) -> None:
         """Let go of what the write needed; its staging buffer has been given back."""
+        if self.lease is not None:
+            self.raw_from = 0  # from there on it was written
         self.operation = self.lease = self.event = self.payload = None
+
+    def encoded(self, encoded: Encoded) -> None:
+        """The payload is what will be stored."""
+        self.payload, self.stored_bytes = encoded
+        self.spare_bytes = encoded.payload.numel() - encoded.stored_bytes
+
+    def overflowed(self, nbytes: int, raw_from: int) -> None:
+        """The region, of `nbytes`, is stored as it is: pinned memory has it from `raw_from` on, behind the header."""
+        self.codec = self.payload = None
+        self.stored_bytes, self.raw_from = nbytes, raw_from
 
     def read_began(self, read: Read) -> None:
         """STORED -> LOADING."""

@@ -20,7 +20,7 @@ from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.offload.transfer.rests import Rests
-from ssdtrain.offload.transfer.state import Arrival, Read, Write
+from ssdtrain.offload.transfer.state import Arrival, Encoded, Read, Write
 from ssdtrain.offload.transfer.targets import Target
 from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
 
@@ -45,8 +45,8 @@ class Transfer(Protocol):
     def largest(self) -> int | None:
         """Bytes of the largest region that it can store; None: of any."""
 
-    def encode(self, region: Region) -> torch.Tensor | None:
-        """Return the payload of a region that has a codec; None: the codec does not fit its bytes."""
+    def encode(self, region: Region) -> Encoded | None:
+        """Return the payload of a region that has a codec; None: the codec cannot hold its bytes."""
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         """Queue the write of the region, or of its payload, to its slot. None: there is no buffer for it now.
@@ -60,6 +60,9 @@ class Transfer(Protocol):
 
     def give_back(self, region: Region) -> None:
         """Return the staging buffer of the region once no copy uses it."""
+
+    def overflowed(self, region: Region) -> bool:
+        """Whether the payload of a region (with `TransferState.spare_bytes`) has overflowed, whose store is over."""
 
     def rewrite(self, region: Region) -> Operation:
         """Write again, to a new slot, what a failed write left in memory."""
@@ -101,20 +104,17 @@ class Encoding:
     """The payloads of both ways, seen by the meter."""
 
     def __init__(self, coding: Coding, seen: Callable[[torch.UntypedStorage], None]) -> None:
-        self._coding = coding
+        self.coding = coding
         self._seen = seen
 
-    def encode(self, region: Region) -> torch.Tensor | None:
-        if region.transfer.payload is not None:
-            return region.transfer.payload
-        if not self._coding.fits(region):
-            return None
-        payload = self._coding.encode(region)
-        self._seen(payload.untyped_storage())
-        return payload
+    def encode(self, region: Region) -> Encoded | None:
+        encoded = self.coding.encode(region)
+        if encoded is not None:
+            self._seen(encoded.payload.untyped_storage())
+        return encoded
 
-    def decode(self, region: Region) -> torch.Tensor:
-        loaded = self._coding.decode(region)
+    def decode(self, region: Region, payload: torch.Tensor) -> torch.Tensor:
+        loaded = self.coding.decode(region, payload)
         self._seen(loaded.untyped_storage())
         return loaded
 
@@ -142,7 +142,7 @@ class DirectTransfer:
         self._encoding = Encoding(coding, seen)
         self.rests = Rests(device, seen)
 
-    def encode(self, region: Region) -> torch.Tensor | None:
+    def encode(self, region: Region) -> Encoded | None:
         return self._encoding.encode(region)
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
@@ -157,6 +157,9 @@ class DirectTransfer:
     def give_back(self, region: Region) -> None:
         return None
 
+    def overflowed(self, region: Region) -> bool:
+        raise AssertionError("what overflows on the CPU is stored as it is from the start")
+
     def rewrite(self, region: Region) -> Operation:
         slot, operation = region.transfer.slot, region.transfer.operation
         assert slot is not None and operation is not None
@@ -167,7 +170,7 @@ class DirectTransfer:
 
     def recall(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload
-        return None if payload is None else Arrival(self._encoding.decode(region), payload)
+        return None if payload is None else Arrival(self._encoding.decode(region, payload), payload)
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
@@ -194,9 +197,10 @@ class DirectTransfer:
         return None
 
     def end_load(self, region: Region) -> Arrival | None:
-        if region.transfer.payload is None or region.transfer.loaded is not None:
+        payload = region.transfer.payload
+        if payload is None or region.transfer.loaded is not None:
             return None
-        return Arrival(self._encoding.decode(region))
+        return Arrival(self._encoding.decode(region, payload))
 
     def reserve_target(self, region: Region) -> Target:
         raise AssertionError("what the pool reads lies in the arena")

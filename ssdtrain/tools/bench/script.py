@@ -135,8 +135,7 @@ def _activation_peak(model: nn.Module, loss_of: Callable[[], torch.Tensor], devi
 
 
 def _lossy(config: Config) -> bool:
-    codec = config.offload.codec if config.offload is not None else None
-    return config.compact is not None or codec not in (None, "lossless")
+    return config.compact is not None or (config.offload is not None and config.offload.lossy)
 
 
 def _step(

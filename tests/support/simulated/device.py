@@ -305,6 +305,9 @@ class SimulatedDevice:
         if self._capturing:
             raise RuntimeError("operation not permitted when stream is capturing")
 
+    def writes_pinned(self) -> bool:
+        return False
+
     def host_register(self) -> Callable[[int, int], Callable[[], None]]:
         return lambda address, nbytes: lambda: None
 
