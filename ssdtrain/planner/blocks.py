@@ -31,7 +31,7 @@ from ssdtrain.planner.profile import MeasuredBlock, kind_of, problem_of, read_st
 from ssdtrain.planner.recompute.purity import Collectives, own_generators
 from ssdtrain.planner.recompute.trials import Recomputations
 from ssdtrain.planner.spans import BlockSpan, BlockSpans
-from ssdtrain.planner.subject import PlanSubject
+from ssdtrain.planner.subject import PATIENCE, WARM_UP, PlanSubject
 from ssdtrain.profile.passes import StepRecord
 
 if TYPE_CHECKING:
@@ -41,9 +41,6 @@ __all__ = ["RECORDED", "WARM_UP", "Blocks", "bound_stores"]
 
 logger = logging.getLogger("ssdtrain")
 
-WARM_UP = 2
-"""Steps that are not recorded: the first ones have costs of their own."""
-
 RECORDED = 3
 """Steps that a plan is made from."""
 
@@ -51,9 +48,6 @@ EXCLUDED = (
     "ssdtrain.plan: without recomputing the blocks that computed other values when they ran again, the limits are not kept to, "
     "and the nearest plan is followed: %s"
 )
-
-_PATIENCE = 8
-"""Steps after which tiers that nothing was written to (backward came before every write) are left out of the plan."""
 
 
 class Blocks(PlanSubject):
@@ -271,7 +265,7 @@ class Blocks(PlanSubject):
         if len(self._records) < RECORDED:
             return []
         unknown = self._movable and not self.controller.derating.known
-        if unknown and self._steps < WARM_UP + RECORDED + _PATIENCE:
+        if unknown and self._steps < WARM_UP + RECORDED + PATIENCE:
             return []
         device = self._engine.device
         event = device.record(device.current_stream())

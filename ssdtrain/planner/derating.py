@@ -123,21 +123,13 @@ def _median(rates: Iterable[float | None]) -> float | None:
 
 
 class Bandwidths:
-    """Measures tiers under load, from the store's counters: bytes over the seconds in which at least one transfer was under way.
+    """Measures tiers under load, from their counters: bytes over the seconds in which at least one transfer was under way."""
 
-    Args:
-        drives, host: count these.
-    """
-
-    def __init__(self, *, drives: bool = True, host: bool = True) -> None:
-        self._drives, self._host = drives, host
+    def __init__(self) -> None:
         self._before: dict[str, TierMetrics] = {}
 
-    def since(self, store: StoreMetrics) -> Rates:
-        """The rates since the last call."""
-        tiers = list(store.drives) if self._drives else []
-        if self._host and store.host is not None:
-            tiers.append(store.host)
+    def since(self, tiers: Sequence[TierMetrics]) -> Rates:
+        """The rates of all these together since the last call."""
         written = read = 0.0
         for tier in tiers:
             old = self._before.get(tier.path)
@@ -327,7 +319,7 @@ class BandwidthDerating:
         self.rates = self._planned = self._latest = Rates(None, None)
         self._host_rates = self.rates
         self._link, self._capacity = link, store.host.capacity if store.host is not None else 0
-        self._bandwidths, self._host = Bandwidths(host=not self.both), Bandwidths(drives=False)
+        self._bandwidths, self._host = Bandwidths(), Bandwidths()
         self._recent, self._tolerated, drift = RecentRates(), DRIFT, Cause(DRIFTED)
         self._drift, self._causes = drift, [drift, self.margin.cause]
         if self.wear is not None:
@@ -345,11 +337,12 @@ class BandwidthDerating:
 
     def step_ended(self, store: StoreMetrics, offloaded: int, elapsed: float) -> None:
         """Measure a step of `elapsed` seconds, after `offloaded` bytes of saved tensors in all."""
-        self._latest = self._bandwidths.since(store)
+        host = [] if store.host is None else [store.host]
+        self._latest = self._bandwidths.since([*store.drives, *(() if self.both else host)])
         if self.wear is not None:
             self.wear.observe(store, offloaded - (store.host_bytes_written if self.both else 0), elapsed)
         self.rates = self._recent.with_step(self._latest)
-        self._host_rates = self._host.since(store).or_else(self._host_rates)
+        self._host_rates = self._host.since(host).or_else(self._host_rates)
 
     def machine(self, engine: OffloadEngine) -> Machine:
         """The machine that the next plan counts on: a tier "ssd", one "host" where there are both, and the limits of `engine`."""

@@ -28,7 +28,7 @@ from ssdtrain.planner.model.types import DEVICE, Choice, Machine
 from ssdtrain.planner.plans import Plan, SearchProblem
 from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.recent import STEPS, RecentSteps
-from ssdtrain.planner.subject import PlanSubject
+from ssdtrain.planner.subject import PATIENCE, WARM_UP, PlanSubject
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import ModuleHook
 from ssdtrain.profile.passes import StepRecord
@@ -40,9 +40,6 @@ __all__ = ["PROBE_PERIOD", "AdaptivePolicy", "Regions", "measure_by_one"]
 
 logger = logging.getLogger("ssdtrain")
 
-_WARM_UP = 2
-"""Steps before the first plan: the first one has costs of its own."""
-
 CALM_PERIOD = 8
 """Steps between two that are recorded, while nothing changes."""
 
@@ -51,10 +48,6 @@ PROBE_PERIOD = 16
 
 MOST_REST = 128
 """Maximum steps of a rest. See Note: [Rest]."""
-
-_PATIENCE = 8
-"""Steps after `_WARM_UP` in which nothing was saved that may move, or nothing was written because backward came before every
-write: then a plan is made without bandwidths, and keeps everything."""
 
 RESTS = (
     'offload.amount is "auto", and nothing is worth moving: forwards run without saved-tensor hooks from here on. A step in '
@@ -146,7 +139,7 @@ class Regions(PlanSubject):
         self._peak = 0  # of the step of `profile`
         self._searched_from = 0  # number of steps of the profile that the latest search was about
         self._recent = RecentSteps()
-        self._since = _WARM_UP  # the next plan is made from a profile of this step, or a later one
+        self._since = WARM_UP  # the next plan is made from a profile of this step, or a later one
         self._stall_seconds = 0.0
         self._unused, self._evaluated = (
             0,
@@ -187,7 +180,7 @@ class Regions(PlanSubject):
             self._records.append((self.controller.steps, unoffloaded, record))
         while self._records and self._records[0][2].passed():
             number, peak, record = self._records.pop(0)
-            profile = Profile(record, self._recent if number >= _WARM_UP else None)
+            profile = Profile(record, self._recent if number >= WARM_UP else None)
             if profile.chunks:
                 self.profile, self._peak = profile, peak
                 fresh = number >= self._since
@@ -196,7 +189,7 @@ class Regions(PlanSubject):
         return fresh
 
     def ready(self, fresh: bool) -> bool:
-        known = self.controller.derating.known or self.controller.steps >= _WARM_UP + _PATIENCE
+        known = self.controller.derating.known or self.controller.steps >= WARM_UP + PATIENCE
         return fresh and self.profile is not None and known
 
     def due(self) -> str:
@@ -253,7 +246,7 @@ class Regions(PlanSubject):
         if self._limited or self._strict or controller.derating.both or self._input_sizes.blind:
             return False
         if controller.plan is None:  # nothing was saved that may move
-            return self.profile is None and controller.steps >= _WARM_UP + _PATIENCE
+            return self.profile is None and controller.steps >= WARM_UP + PATIENCE
         # Of forwards that vary in size no several are alike.
         several = self._searched_from >= STEPS or controller.steps >= controller.planned_at + CALM_PERIOD
         return several and controller.settled and self._writes_nothing()

@@ -14,7 +14,14 @@ from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 if TYPE_CHECKING:
     from ssdtrain.planner.controller import PlanController
 
-__all__ = ["PlanSubject"]
+__all__ = ["PATIENCE", "WARM_UP", "PlanSubject"]
+
+WARM_UP = 2
+"""Steps that no plan is made from: the first ones have costs of their own."""
+
+PATIENCE = 8
+"""Steps after which a plan is made without tiers that nothing was written to: nothing was saved that may move, or backward came
+before every write."""
 
 
 class PlanSubject(Feature, ABC):
