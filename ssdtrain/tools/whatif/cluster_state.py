@@ -1,8 +1,8 @@
 """Where the model state of a pipeline stage is: on the device, or passing through it block by block from host memory or SSD.
 
 Which blocks' state stays, and through how many buffers the others pass, is as `ssdtrain.state` plans its chunks (`plan_state`);
-what that costs in forward and backward is played by the one cost model (`ssdtrain.planner.model.streaming`). The optimizer's part
-is counted here:
+what that costs in forward and backward is played by the one cost model (`ssdtrain.planner.model`). The optimizer's part is
+counted here:
 
 - On the device, blocks that are away come for it once more, and go: the link and the drives are busy, and nothing else runs.
 - On CPUs (`Job.cpu_rate`) the optimizer state of no block comes. It runs while the last microbatch's backward does, in memory
