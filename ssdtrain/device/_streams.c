@@ -74,14 +74,14 @@ static int give(Streams *s, void *handle) {
     return 0;
 }
 
-/* Have `wanted` idle handles. 1: another device is current, on which they would be made. */
-static int fill(Streams *s, Py_ssize_t wanted, int *code) {
-    *code = 0;
+/* Look whether the device is current, and have `wanted` idle handles. 1: another one is, on which handles would be made and whose
+ * default stream 0 would be. */
+static int prepare(Streams *s, Py_ssize_t wanted, int *code) {
+    int device = -1;
+    if ((*code = s->call.current(&device))) return -1;
+    if (device != s->device) return 1;
     while (s->count < wanted) {
-        int device = -1;
         void *handle = NULL;
-        if ((*code = s->call.current(&device))) return -1;
-        if (device != s->device) return 1;
         if ((*code = s->call.create(&handle, EVENT_FLAGS))) return -1;
         if (give(s, handle)) {
             s->call.destroy(handle);
@@ -198,22 +198,12 @@ static void streams_dealloc(PyObject *self) {
     free_object(self);
 }
 
-static PyObject *streams_fill(PyObject *self, PyObject *argument) {
-    Streams *s = (Streams *)self;
-    Py_ssize_t wanted = PyLong_AsSsize_t(argument);
-    int code;
-    if (wanted < 0 && PyErr_Occurred()) return NULL;
-    int result = fill(s, wanted, &code);
-    if (result < 0) return code ? failure(code) : NULL;
-    return PyBool_FromLong(!result);
-}
-
 static PyObject *streams_record(PyObject *self, PyObject *argument) {
     Streams *s = (Streams *)self;
     void *stream = PyLong_AsVoidPtr(argument);
     int code;
     if (!stream && PyErr_Occurred()) return NULL;
-    int result = fill(s, 1, &code);
+    int result = prepare(s, 1, &code);
     if (result < 0) return code ? failure(code) : NULL;
     if (result) Py_RETURN_NONE;
     Event *event = new_event(s);
@@ -233,12 +223,15 @@ static PyObject *streams_wait(PyObject *self, PyObject *args) {
     if (!PyArg_ParseTuple(args, "KO!:wait", &stream, event_type, &event)) return NULL;
     if (!((Event *)event)->passed) {
         int code;
+        int result = prepare(s, 0, &code);
+        if (result < 0) return failure(code);
+        if (result) Py_RETURN_FALSE;
         Py_BEGIN_ALLOW_THREADS
         code = s->call.wait((void *)(uintptr_t)stream, ((Event *)event)->handle, 0);
         Py_END_ALLOW_THREADS
         if (code) return failure(code);
     }
-    Py_RETURN_NONE;
+    Py_RETURN_TRUE;
 }
 
 static PyObject *streams_follow(PyObject *self, PyObject *args) {
@@ -247,7 +240,7 @@ static PyObject *streams_follow(PyObject *self, PyObject *args) {
     int code = 0;
     if (!PyArg_ParseTuple(args, "KK:follow", &stream, &other)) return NULL;
     if (stream == other) Py_RETURN_TRUE;
-    int result = fill(s, 1, &code);
+    int result = prepare(s, 1, &code);
     if (result < 0) return code ? failure(code) : NULL;
     if (result) Py_RETURN_FALSE;
     void *handle = s->idle[--s->count];
@@ -269,7 +262,7 @@ static PyObject *streams_copy(PyObject *self, PyObject *args) {
     void *handles[TO_EVENT];
     Py_ssize_t waits = 0;
     if (!PyArg_ParseTuple(args, "KKniK|KO:copy", &source, &target, &nbytes, &kind, &stream, &producer, &after)) return NULL;
-    int result = fill(s, 1, &code);
+    int result = prepare(s, 1, &code);
     if (result < 0) return code ? failure(code) : NULL;
     if (result) Py_RETURN_NONE;
     Py_ssize_t events = after ? PyList_Size(after) : 0;
@@ -305,17 +298,15 @@ static PyObject *streams_copy(PyObject *self, PyObject *args) {
 }
 
 static PyMethodDef streams_methods[] = {
-    {"fill", streams_fill, METH_O, "fill(count): have so many handles of events. False: another device is current."},
-    {"record", streams_record, METH_O, "record(stream): an event behind all work of a raw stream. None: `fill` first."},
-    {"wait", streams_wait, METH_VARARGS, "wait(stream, event)"},
-    {"follow", streams_follow, METH_VARARGS, "follow(stream, other): wait for all work of `other`. False: `fill` first."},
-    {"copy", streams_copy, METH_VARARGS,
-     "copy(source, target, nbytes, kind, stream, producer, after): an event behind the copy. None: `fill` first."},
+    {"record", streams_record, METH_O, "record(stream): an event behind all work of a raw stream."},
+    {"wait", streams_wait, METH_VARARGS, "wait(stream, event): let the stream wait for it."},
+    {"follow", streams_follow, METH_VARARGS, "follow(stream, other): let the stream wait for all work of `other`."},
+    {"copy", streams_copy, METH_VARARGS, "copy(source, target, nbytes, kind, stream, producer, after): an event behind the copy."},
     {NULL, NULL, 0, NULL},
 };
 
 static PyType_Slot streams_slots[] = {
-    {Py_tp_doc, "Streams(device, functions): copies and events of one device, on raw streams."},
+    {Py_tp_doc, "Streams(device, functions): copies and events of one device, on raw streams. None or False: another is current."},
     {Py_tp_new, streams_new},
     {Py_tp_dealloc, streams_dealloc},
     {Py_tp_methods, streams_methods},

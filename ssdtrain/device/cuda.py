@@ -6,7 +6,7 @@ import ctypes
 import functools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from ssdtrain.device.bandwidth import copy_bandwidths
 from ssdtrain.device.interface import Event, uninitialised
 from ssdtrain.device.runtime import (
     address_of,
-    as_current,
     check_cuda,
     loaded_cuda_runtime,
     numa_node_of,
@@ -60,6 +59,7 @@ class CudaDevice:
         self._link: tuple[float, float] | None = None
         self._copies: float | None = None
         self._recent: deque[Event] = deque(maxlen=_RECENT)
+        self.capturing = torch.cuda.is_current_stream_capturing
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)
@@ -97,12 +97,17 @@ class CudaDevice:
         kind = WITHIN if within else TO_DEVICE
         return self._copy(source, target, nbytes, kind, self._load, NO_STREAM, [*after])
 
-    def _copy(self, source: int, target: int, *rest: Any) -> Event:
-        with as_current(self._index):
-            event = self._streams.copy(source, target, *rest)
-        assert event is not None
+    def _copy(self, *request: Any) -> Event:
+        event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)
         self._recent.append(event)
         return event
+
+    def _made_current(self, call: Callable[..., Any], *arguments: Any) -> Any:
+        """Call it again, which did nothing because another device was current, with this one."""
+        with torch.cuda.device(self.device):
+            done = call(*arguments)
+        assert done
+        return done
 
     def load_event(self, after: Sequence[Event]) -> Event | None:
         for event in after:
@@ -120,9 +125,7 @@ class CudaDevice:
         return self._recorded(stream) if stream is not None else None
 
     def _recorded(self, stream: int) -> Event:
-        with as_current(self._index):
-            event = self._streams.record(stream)
-        assert event is not None
+        event = self._streams.record(stream) or self._made_current(self._streams.record, stream)
         self._recent.append(event)
         return event
 
@@ -130,8 +133,9 @@ class CudaDevice:
         return int(event.cuda_event) if event is not None else 0  # type: ignore[attr-defined]
 
     def wait(self, event: Event, stream: Any | None = None) -> None:
-        with as_current(self._index):
-            self._streams.wait(raw_current_stream(self._index) if stream is None else stream, event)
+        stream = raw_current_stream(self._index) if stream is None else stream
+        if not self._streams.wait(stream, event):
+            self._made_current(self._streams.wait, stream, event)
 
     def block(self, event: Event, timeout: float | None = None) -> bool:
         if timeout is None:
@@ -154,8 +158,8 @@ class CudaDevice:
         current = raw_current_stream(self._index)
         if stream is None or stream == current:
             return
-        with as_current(self._index):
-            self._streams.follow(current, stream)
+        if not self._streams.follow(current, stream):
+            self._made_current(self._streams.follow, current, stream)
 
     def record_use(self, tensor: torch.Tensor) -> None:
         handle = raw_current_stream(self._index)
@@ -163,9 +167,6 @@ class CudaDevice:
         if stream is None:  # to make this object takes longer than all else here
             stream = self._by_handle[handle] = torch.cuda.current_stream(self.device)
         tensor.record_stream(stream)
-
-    def capturing(self) -> bool:
-        return torch.cuda.is_current_stream_capturing()
 
     def writes_pinned(self) -> bool:
         value = ctypes.c_int()

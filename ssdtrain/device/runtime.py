@@ -14,7 +14,6 @@ import torch
 
 __all__ = [
     "address_of",
-    "as_current",
     "check_cuda",
     "loaded_cuda_runtime",
     "made_current",
@@ -65,16 +64,6 @@ class on_stream:
 _current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentStream", None)
 _set_stream_of: Any = getattr(torch._C, "_cuda_setStream", None)
-
-
-_nothing = nullcontext()
-
-
-def as_current(index: int) -> AbstractContextManager[Any]:
-    """The CUDA device is the current one inside: a handle of 0 is the default stream of the device that is current."""
-    if _current_device is not None and _current_device() == index:
-        return _nothing
-    return torch.cuda.device(index)
 
 
 def _set_stream(stream: int, device: int, kind: int) -> None:

@@ -42,20 +42,17 @@ FUNCTIONS = (
 
 class Streams(Protocol):
     """Copies and events of one device, on raw streams. Handles of events are used again, since a new one takes longer than to
-    record it; a wait that was queued has its own copy of what was recorded. They are made on the current device: where that is
-    another one and none is left, the methods do nothing, and `fill` is called with the device current."""
-
-    def fill(self, count: int) -> bool:
-        """Have `count` handles of events. False: another device is current."""
+    record it; a wait that was queued has its own copy of what was recorded. Where another device is current, on which handles would
+    be made and whose default stream 0 would be, the methods do nothing and return None or False."""
 
     def record(self, stream: int) -> Event | None:
-        """An event behind all work of `stream`. None: `fill` first."""
+        """An event behind all work of `stream`."""
 
-    def wait(self, stream: int, event: Event) -> None:
+    def wait(self, stream: int, event: Event) -> bool:
         """Let `stream` wait for `event`."""
 
     def follow(self, stream: int, other: int) -> bool:
-        """Let `stream` wait for all work of `other` so far. False: `fill` first."""
+        """Let `stream` wait for all work of `other` so far."""
 
     def copy(
         self,
@@ -68,7 +65,7 @@ class Streams(Protocol):
         after: list[Event] = [],  # noqa: B006
     ) -> Event | None:
         """Queue a copy of one of the kinds above on `stream`, behind all work of the stream `producer` so far and the events
-        `after`. Returns the event behind it. None: `fill` first."""
+        `after`. Returns the event behind it."""
 
 
 def make_streams(device: int) -> Streams:
@@ -119,35 +116,34 @@ class PythonStreams:
         self.idle: list[int] = []  # handles that no event holds; they stay until the process ends
         self._device = device
 
-    def fill(self, count: int) -> bool:
-        while len(self.idle) < count:
-            current, handle = ctypes.c_int(-1), ctypes.c_void_p()
-            check_cuda(self.runtime.cudaGetDevice(ctypes.byref(current)))
-            if current.value != self._device:
-                return False
-            check_cuda(self.runtime.cudaEventCreateWithFlags(ctypes.byref(handle), EVENT_FLAGS))
-            self.idle.append(handle.value or 0)
-        return True
+    def _is_current(self) -> bool:
+        current = ctypes.c_int(-1)
+        check_cuda(self.runtime.cudaGetDevice(ctypes.byref(current)))
+        return current.value == self._device
 
     def record(self, stream: int) -> Event | None:
-        if not self.fill(1):
+        if not self._is_current():
             return None
+        if not self.idle:
+            handle = ctypes.c_void_p()
+            check_cuda(self.runtime.cudaEventCreateWithFlags(ctypes.byref(handle), EVENT_FLAGS))
+            self.idle.append(handle.value or 0)
         event = _PythonEvent(self)
         check_cuda(self.runtime.cudaEventRecord(ctypes.c_void_p(event.cuda_event), ctypes.c_void_p(stream)))
         return event
 
-    def wait(self, stream: int, event: Event) -> None:
+    def wait(self, stream: int, event: Event) -> bool:
+        if not self._is_current():
+            return False
         handle = ctypes.c_void_p(event.cuda_event)  # type: ignore[attr-defined]
         check_cuda(self.runtime.cudaStreamWaitEvent(ctypes.c_void_p(stream), handle, 0))
+        return True
 
     def follow(self, stream: int, other: int) -> bool:
         if stream == other:
             return True
         event = self.record(other)
-        if event is None:
-            return False
-        self.wait(stream, event)
-        return True
+        return event is not None and self.wait(stream, event)
 
     def copy(
         self,
@@ -159,7 +155,7 @@ class PythonStreams:
         producer: int = NO_STREAM,
         after: list[Event] = [],  # noqa: B006
     ) -> Event | None:
-        if not self.fill(1):
+        if not self._is_current():
             return None
         if producer != NO_STREAM:
             self.follow(stream, producer)
