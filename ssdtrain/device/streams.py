@@ -42,8 +42,8 @@ FUNCTIONS = (
 
 class Streams(Protocol):
     """Copies and events of one device, on raw streams. Handles of events are used again, since a new one takes longer than to
-    record it; a wait that was queued has its own copy of what was recorded. Where another device is current, on which handles would
-    be made and whose default stream 0 would be, the methods do nothing and return None or False."""
+    record it; a wait that was queued has its own copy of what was recorded. Where another device is current, on which handles
+    would be made and whose default stream 0 would be, the methods do nothing and return None or False."""
 
     def record(self, stream: int) -> Event | None:
         """An event behind all work of `stream`."""
