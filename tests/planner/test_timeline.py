@@ -109,22 +109,20 @@ def test_a_store_that_has_not_begun_when_backward_comes_is_cancelled() -> None:
 
 def test_behind_a_link_tensors_leave_when_more_than_the_window_is_on_the_device() -> None:
     # A store begins in the hook of the next block, its copy is queued behind that. Copies at 100 B/s: b0 [2,3], b1 [3,4],
-    # b2 [4,5]. With a window of 100 b0's tensor goes in the hook of b2, and b3 begins when its copy has ended, at 3; b1's goes in
-    # that of b3; b2's when forward is over, and backward waits for its copy until 5. b3's stays.
+    # b2 [4,5]. The newest two stay whatever the window. So b0's tensor goes in the hook of b3, when its copy has ended, and b1's in
+    # that of b4: nothing waits. What has not left when backward begins stays.
     link = Link(100, 100)
-    found = step([SSD] * 4, machine(1000, 1000, link=link, window=100, hook=0.0))
-    assert (found.store_stall, found.load_stall) == (1.0, 0.0)
-    # While b2 runs: b0, b1 and b2 (the copy of b0 is queued behind b1).
-    assert found.peak_bytes == 300
+    found = step([SSD] * 5, machine(1000, 1000, link=link, window=100, hook=0.0))
+    assert (found.store_stall, found.load_stall) == (0.0, 0.0)
+    assert found.peak_bytes == 400
     # The host has waited for nothing, and queues backward before any write has begun: all are cancelled.
     assert (found.written["ssd"], found.read["ssd"]) == (0, 0)
     # A host that takes a second for a block: b0 and b1 are written by then. b1's bytes are still in its staging buffer.
     slow_host = step([SSD] * 4, machine(1000, 1000, link=link, window=100, hook=1.0))
     assert (slow_host.written["ssd"], slow_host.read["ssd"]) == (200, 100)
-    # A link half as fast: b0 [2,4], so b3 begins at 4; b1 [4,6] and b2 [6,8], which backward waits for from 5 on.
-    slow = step([SSD] * 4, machine(1000, 1000, link=Link(50, 1000), window=100, hook=0.0))
-    assert slow.store_stall == 4.0
-    assert slow.peak_bytes == 300
+    # A link half as fast: b0 [2,4], b1 [4,6], b2 [6,8]. b3's hook waits for b0 from 3 on and that of b4 for b1 from 5 on.
+    slow = step([SSD] * 5, machine(1000, 1000, link=Link(50, 1000), window=100, hook=0.0))
+    assert slow.store_stall > 0 and slow.peak_bytes == 400
 
 
 def test_no_more_than_the_window_is_on_the_device_ahead_of_its_use() -> None:
