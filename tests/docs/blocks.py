@@ -84,6 +84,7 @@ RUN_BY = {
         f"{BLOCKS}::test_the_doctor_in_ranks"
     ),
     ("docs/codecs.md", "from ssdtrain.codecs"): Ran(f"{BLOCKS}::test_codecs"),
+    ("docs/codecs.md", "exact = make_codec"): Ran(f"{BLOCKS}::test_codecs"),
     ("docs/collectives.md", '"ssdtrain"'): IS_A_CONFIG,
     ("docs/collectives.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_collectives"),
     ("docs/collectives.md", "def classify"): Ran(

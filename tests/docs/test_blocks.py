@@ -94,6 +94,9 @@ def test_codecs() -> None:
     )
     error = torch.linalg.vector_norm(names["out"] - x) / torch.linalg.vector_norm(x)  # type: ignore[operator]
     assert 0 < error < 0.2
+    names = run("docs/codecs.md", "exact =", torch=torch, make_codec=names["make_codec"], x=x)
+    assert torch.equal(names["exact"].decode(names["payload"], torch.empty_like(x)), x)  # type: ignore[attr-defined]
+    assert names["flag"] == 0
 
 
 def test_a_policy_of_ones_own(tmp_path: Path) -> None:
