@@ -12,7 +12,7 @@ from ssdtrain.comm.coding import SECTION
 from ssdtrain.config import load_config
 from tests.comm.test_collectives import values
 
-SIZE = 100_000
+SIZE = 1 << 17
 NO_ONE = -1
 
 
@@ -66,7 +66,7 @@ def every_collective(rank: int, kind: str, dtype: torch.dtype, overflowing: int)
         )
         assert same_bits(gathered, expected)
 
-    tokens = mine(64 * 300 * ranks).view(-1, 64)
+    tokens = mine(SIZE * ranks).view(-1, 64)
     out, expected = torch.zeros_like(tokens), torch.zeros_like(tokens)
     dist.all_to_all_single(expected, tokens)
     assert done(comm.all_to_all(out, tokens, "ep"))
@@ -81,7 +81,7 @@ def every_collective(rank: int, kind: str, dtype: torch.dtype, overflowing: int)
     reduced = done(comm.all_reduce(total, "dp"))
     assert reduced == (ranks == 2) and (not reduced or same_bits(total, expected))
 
-    pass_on(comm, mine(50_000).view(50, -1))
+    pass_on(comm, mine(SIZE).view(64, -1))
     comm.step_end()
     return {name: (found.ratio, found.overflows) for name, found in comm.metrics().items()}
 

@@ -59,11 +59,11 @@ def test_a_payload_that_does_not_fit_concerns_its_receiver_alone(to: int) -> Non
 def test_a_few_elements_that_do_not_fit_cost_their_section_and_no_rest() -> None:
     (none, ratio), (overflows, with_elements) = on_ranks(2, exact_ranks.one_section_only, "cpu")
     assert (none, overflows) == (0, 20)
-    assert ratio < 0.756 and with_elements == pytest.approx(ratio + 1 / 20, abs=1e-4)
+    assert ratio < 0.767 and with_elements == pytest.approx(ratio + 1 / 20, abs=1e-4)
 
 
 def test_after_an_overflow_messages_of_its_kind_rest_on_both_ends() -> None:
-    coded, raw, both = 76, 100, 176
+    coded, raw, both = 77, 100, 177
     steady, overflowing = on_ranks(2, exact_ranks.rests, "cpu")
     assert all(set(shares) == {coded} for shares in steady.values())
     # Calls 0 and 1 overflow. Both ends act on that three calls later: for two calls, and for four from the second on.

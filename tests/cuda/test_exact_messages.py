@@ -31,8 +31,8 @@ def test_a_payload_that_does_not_fit_concerns_its_receiver_alone() -> None:
 
 def test_after_an_overflow_messages_of_its_kind_rest_on_both_ends() -> None:
     steady, overflowing = on_ranks(2, exact_ranks.rests, "cuda", backend=NCCL)
-    assert all(set(shares) == {76} for shares in steady.values())
-    assert all(shares == [176, 176, 76, *[100] * 5, *[76] * 8] for shares in overflowing.values())
+    assert all(set(shares) == {77} for shares in steady.values())
+    assert all(shares == [177, 177, 77, *[100] * 5, *[77] * 8] for shares in overflowing.values())
 
 
 @pytest.mark.parametrize("overflowing", [NO_ONE, 1])
