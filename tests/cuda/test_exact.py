@@ -16,7 +16,10 @@ import emulated_cuda
 import pytest
 import torch
 
+from ssdtrain.codecs import kernels
 from ssdtrain.config import load_config
+from ssdtrain.device.cuda import CudaDevice
+from ssdtrain.offload import free_codec
 from ssdtrain.runtime import Runtime, Seams
 from ssdtrain.storage import Faults
 from tests.offload.conftest import offload_parts
@@ -149,6 +152,22 @@ def test_the_host_waits_for_nothing(tmp_path: Path) -> None:
                 assert emulated_cuda.host_waits(before, emulated_cuda.counts(), ("ssdtrain-",)) == {}
             y.sum().backward()
         assert runtime.statistics().offload.overflowed_bytes
+
+
+@pytest.mark.parametrize(("link", "encodes"), [((1e5, 1e5), True), ((1e15, 1e15), False)])
+def test_auto_encodes_where_the_link_is_slower_than_the_codec(
+    link: tuple[float, float], encodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here plain torch is measured, as if it were kernels."""
+    monkeypatch.setattr(kernels, "compiled", lambda: True)
+    monkeypatch.setattr(free_codec, "CODEC_PROBE", 1 << 16)
+    monkeypatch.setattr(CudaDevice, "link_bandwidth", lambda device: link)
+    tensors = [torch.randn(2 << 20).to(torch.bfloat16), torch.randn(COUNT)]
+    with running(tmp_path, codec="auto") as runtime:
+        loss, came = forward(runtime, tensors)
+        loss.backward()
+        assert_same(came, tensors)
+        assert runtime.statistics().offload.encoded_bytes == (tensors[0].nbytes if encodes else 0)
 
 
 @pytest.mark.usefixtures("late")
