@@ -31,7 +31,7 @@ from ssdtrain.planner.profile import MeasuredBlock, kind_of, problem_of, read_st
 from ssdtrain.planner.recompute.purity import Collectives, own_generators
 from ssdtrain.planner.recompute.trials import Recomputations
 from ssdtrain.planner.spans import BlockSpan, BlockSpans
-from ssdtrain.planner.subject import PATIENCE, WARM_UP, PlanSubject
+from ssdtrain.planner.subject import UNMEASURED_STEPS, WARM_UP, PlanSubject
 from ssdtrain.profile.passes import StepRecord
 
 if TYPE_CHECKING:
@@ -265,7 +265,7 @@ class Blocks(PlanSubject):
         if len(self._records) < RECORDED:
             return []
         unknown = self._movable and not self.controller.derating.known
-        if unknown and self._steps < WARM_UP + RECORDED + PATIENCE:
+        if unknown and self._steps < WARM_UP + RECORDED + UNMEASURED_STEPS:
             return []
         device = self._engine.device
         event = device.record(device.current_stream())

@@ -28,7 +28,7 @@ from ssdtrain.planner.model.types import DEVICE, Choice, Machine
 from ssdtrain.planner.plans import Plan, SearchProblem
 from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.recent import STEPS, RecentSteps
-from ssdtrain.planner.subject import PATIENCE, WARM_UP, PlanSubject
+from ssdtrain.planner.subject import UNMEASURED_STEPS, WARM_UP, PlanSubject
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import ModuleHook
 from ssdtrain.profile.passes import StepRecord
@@ -189,7 +189,7 @@ class Regions(PlanSubject):
         return fresh
 
     def ready(self, fresh: bool) -> bool:
-        known = self.controller.derating.known or self.controller.steps >= WARM_UP + PATIENCE
+        known = self.controller.derating.known or self.controller.steps >= WARM_UP + UNMEASURED_STEPS
         return fresh and self.profile is not None and known
 
     def due(self) -> str:
@@ -246,7 +246,7 @@ class Regions(PlanSubject):
         if self._limited or self._strict or controller.derating.both or self._input_sizes.blind:
             return False
         if controller.plan is None:  # nothing was saved that may move
-            return self.profile is None and controller.steps >= WARM_UP + PATIENCE
+            return self.profile is None and controller.steps >= WARM_UP + UNMEASURED_STEPS
         # Of forwards that vary in size no several are alike.
         several = self._searched_from >= STEPS or controller.steps >= controller.planned_at + CALM_PERIOD
         return several and controller.settled and self._writes_nothing()

@@ -14,12 +14,12 @@ from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 if TYPE_CHECKING:
     from ssdtrain.planner.controller import PlanController
 
-__all__ = ["PATIENCE", "WARM_UP", "PlanSubject"]
+__all__ = ["UNMEASURED_STEPS", "WARM_UP", "PlanSubject"]
 
 WARM_UP = 2
 """Steps that no plan is made from: the first ones have costs of their own."""
 
-PATIENCE = 8
+UNMEASURED_STEPS = 8
 """Steps after which a plan is made without tiers that nothing was written to: nothing was saved that may move, or backward came
 before every write."""
 
