@@ -156,8 +156,8 @@ def with_host(bandwidth: float, capacity: int) -> Machine:
     ("order", "alive"), [(one_after_the_other(), 1), (one_forward_one_backward(6, 3), 3)]
 )
 def test_host_memory_is_for_what_backward_needs_soonest(order: list[Pass], alive: int) -> None:
-    """Of what is offloaded and written; and each microbatch that is alive has its part. The newest store, which nothing waits for,
-    may go to the drive."""
+    """Of what is offloaded and written; and each microbatch that is alive has its part. The newest store, which nothing waits
+    for, may go to the drive."""
     chosen = choose_offloads([blocks(24)], order, with_host(60, 300 * alive))
     pairs = zip(chosen.choices[0], chosen.predicted.blocks[0], strict=True)
     tiers = [choice.tier for choice, times in pairs if times.stored]

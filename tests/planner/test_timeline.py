@@ -109,8 +109,8 @@ def test_a_store_that_has_not_begun_when_backward_comes_is_cancelled() -> None:
 
 def test_behind_a_link_tensors_leave_when_more_than_the_window_is_on_the_device() -> None:
     # A store begins in the hook of the next block, its copy is queued behind that. Copies at 100 B/s: b0 [2,3], b1 [3,4],
-    # b2 [4,5]. The newest two stay whatever the window. So b0's tensor goes in the hook of b3, when its copy has ended, and b1's in
-    # that of b4: nothing waits. What has not left when backward begins stays.
+    # b2 [4,5]. The newest two stay whatever the window. So b0's tensor goes in the hook of b3, when its copy has ended, and b1's
+    # in that of b4: nothing waits. What has not left when backward begins stays.
     link = Link(100, 100)
     found = step([SSD] * 5, machine(1000, 1000, link=link, window=100, hook=0.0))
     assert (found.store_stall, found.load_stall) == (0.0, 0.0)

@@ -11,8 +11,8 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
 - On a device with a link the host (see `Machine.hook`) is ahead: it queues an operator, and later its backward, before the stores
   of what was queued before have ended. A store begins in the hook of the next operator, and its copy is queued behind that.
   Tensors leave in the order of what is queued: those whose store has ended when the host comes to the next hook (it waits for
-  room in `in_flight`), and when more than `window` bytes of stores are on the device the oldest one but the newest two, for whose
-  copy the stream that computes then waits. What has not left when backward is queued stays; where its store is cancelled, it is
+  room in `in_flight`), and when more than `window` bytes of stores are on the device the oldest one, unless it is among the
+  `newest`, for whose copy the stream that computes then waits. What has not left when backward is queued stays; where its store is cancelled, it is
   there until the host has seen the end of its copy.
 - Backward asks in reverse order. Reads are issued ahead, in order, across tapes, while the bytes in staging
   buffers are at most `prefetch`, and so are those of the tape between backward and the region, kept ones
@@ -31,7 +31,6 @@ from collections import deque
 from collections.abc import Sequence
 from math import inf
 
-from ssdtrain.offload.pacing.limits import NEWEST
 from ssdtrain.planner.model.queues import Bounded, Job, Occupancy, PartialReleaseQueue, Saved, Server
 from ssdtrain.planner.model.streaming import StateStreaming
 from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, Machine
@@ -477,7 +476,7 @@ class DeviceSimulation(Simulation):
 
     def lets_go(self, saved: Saved, job: Job, server: Server, times: BlockTimes, *, late: bool) -> bool:
         if not job.over:
-            if self.leaving_bytes <= self.machine.window or len(self.leaving) <= NEWEST:
+            if self.leaving_bytes <= self.machine.window or len(self.leaving) <= self.machine.newest:
                 return False
             self.wait_in_hook(job.left, times, host=False)
         if late:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ssdtrain.offload.pacing.limits import NEWEST
+
 __all__ = [
     "COMPRESS",
     "DEVICE",
@@ -126,7 +128,7 @@ class Link:
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Bandwidths and buffers available to transfers. See `ssdtrain.planner.model.simulation` for `in_flight`, `prefetch` and
-    `window` (bytes).
+    `window` (bytes). `newest`: stores whose tensors stay whatever the window; 1 where blocks are whole layers and not tensors.
 
     `link` is None where tensors are stored from host memory without a copy (CPU). `buffers`: bytes of the arena that they come
     back into, where it is of the memory that activations take; it is there all the time, or where not `buffers_stay` if
@@ -144,6 +146,7 @@ class Machine:
     in_flight: int = 1 << 60
     prefetch: int = 1 << 60
     window: int = 1 << 60
+    newest: int = NEWEST
     buffers: int = 0
     together: int = 0
     hook: float | None = None

@@ -98,6 +98,7 @@ def figures(found: Estimate) -> dict[str, Any]:
         "bandwidth_for_all": found.bandwidth_for_all,
         "planned_seconds": found.plan.seconds if found.plan is not None else None,
         "activation_peak_bytes": found.plan.peak if found.plan is not None else None,
+        "gain": found.gain.figures(),
         "blocks": [
             {"name": block.name, "saved_bytes": block.saved, "input_bytes": block.inputs, "action": action}
             for block, action in zip(found.blocks, actions, strict=True)
@@ -107,6 +108,7 @@ def figures(found: Estimate) -> dict[str, Any]:
 
 def show(found: Estimate, console: Console, drives: bool) -> None:
     values = figures(found)
+    console.print(f"gain: {found.gain.sentence()}", highlight=False, soft_wrap=True)
     table = Table(title=f"microbatch of {found.batch}")
     for column in ("block", "saved", "inputs", "forward", "action"):
         table.add_column(column)

@@ -24,6 +24,7 @@ from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, replanned
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures, rows, with_more
+from ssdtrain.tools.whatif.gain import Gain, gain_of
 from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import FAMILIES, ParallelLayout, Transformer
 from ssdtrain.tools.whatif.prices import Prices
@@ -50,6 +51,8 @@ def run(arguments: list[str]) -> int:
             note("what more memory and faster drives would bring")
             better = [] if chosen.no_alternatives else list(alternatives(plan, goal))
             costs = {} if prices is None else prices.figures(plan)
+            note("what is gained")
+            gain = gain_of(job)
     except InvalidValue as error:
         print(f"ssdtrain plan: the job {error}", file=sys.stderr)
         return 1
@@ -57,9 +60,9 @@ def run(arguments: list[str]) -> int:
         print(f"ssdtrain plan: {error}", file=sys.stderr)
         return 1
     if chosen.json:
-        print(json.dumps({**figures(plan, largest), **costs, "alternatives": better}))
+        print(json.dumps({**figures(plan, largest), **costs, "alternatives": better, "gain": gain.figures()}))
     else:
-        show(plan, largest, better, costs, Console())
+        show(plan, largest, better, costs, gain, Console())
     return 0
 
 
@@ -311,9 +314,11 @@ def show(
     largest: int | None,
     better: list[dict[str, Any]],
     costs: dict[str, float],
+    gain: Gain,
     console: Console,
 ) -> None:
-    """Prints the plan as tables."""
+    """Prints what is gained, and the plan as tables."""
+    console.print(f"gain: {gain.sentence()}", highlight=False, soft_wrap=True)
     job, found = plan.job, figures(plan, largest)
     table = Table(
         title=f"{job.model.family}, {found['parameters'] / 1e9:.3g}B parameters on {job.layout.ranks} x {job.gpu.name}"
@@ -342,8 +347,8 @@ def show(
             slower = stage.seconds(other) / stage.seconds(stage.plan)
             console.print(f"  next best: {other.summary()}: x{slower:.3f} time, {size_text(other.peak)}")
     for entry in better:
-        gain = "no plan fits" if entry["speedup"] is None else f"x{entry['speedup']:.3f} steps per second"
-        console.print(f"  with {entry['what']}: {gain}")
+        faster = "no plan fits" if entry["speedup"] is None else f"x{entry['speedup']:.3f} steps per second"
+        console.print(f"  with {entry['what']}: {faster}")
 
 
 def summary(plan: ClusterPlan, found: dict[str, Any]) -> list[tuple[str, str]]:

@@ -21,6 +21,7 @@ from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.cluster import best_plan, plan_job
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures
+from ssdtrain.tools.whatif.gain import gain_of
 
 __all__ = ["reader", "run"]
 
@@ -82,6 +83,8 @@ def predict(found: Any, as_json: bool) -> int:
             note("what more memory and faster drives would bring")
             others = {} if job.recompute else {"recomputation of blocks": replace(job, recompute=True)}
             better = alternatives(plan, others=others)
+            note("what is gained")
+            gain = gain_of(job)
     except (InvalidValue, NoPlan) as error:
         what = "the job " if isinstance(error, InvalidValue) else ""
         fits = "" if largest is None else f"; the largest microbatch that fits is {largest}"
@@ -90,10 +93,11 @@ def predict(found: Any, as_json: bool) -> int:
     largest = max(largest, plan.microbatch)
     if as_json:
         extra = {"alternatives": better, "assumed": found.assumed, "not_counted": found.uncounted}
+        extra["gain"] = gain.figures()
         print(json.dumps({**figures(plan, largest), **extra}))
         return 0
     console = Console()
-    show(plan, largest, better, {}, console)
+    show(plan, largest, better, {}, gain, console)
     for line in notes(found):
         console.print(line, markup=False, highlight=False)
     return 0

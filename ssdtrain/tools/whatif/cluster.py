@@ -10,12 +10,30 @@ from operator import attrgetter
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.model.types import StepTimeline, one_forward_one_backward
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, actions_for, kept_step
+from ssdtrain.planner.plans import (
+    Limits,
+    NoPlan,
+    Objective,
+    Plan,
+    SearchProblem,
+    actions_for,
+    kept_step,
+    play,
+)
 from ssdtrain.planner.search import search
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
 
-__all__ = ["BRIEF", "ClusterPlan", "Stage", "best_plan", "plan_job", "problem_of", "replanned"]
+__all__ = [
+    "BRIEF",
+    "ClusterPlan",
+    "Stage",
+    "best_plan",
+    "plan_job",
+    "problem_of",
+    "replanned",
+    "uniform_plan",
+]
 
 BRIEF = 0.1
 """Part of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
@@ -187,6 +205,32 @@ def plan_job(
     given, objective = limits or Limits(), objective or Objective()
     stages = [_plan_stage(job, microbatch, last, given, objective, slowdown, effort) for last in job.ends]
     return ClusterPlan(job, microbatch, stages)
+
+
+def uniform_plan(job: ClusterJob, microbatch: int, action: str) -> ClusterPlan:
+    """The plan that does the same with every block that is decided about, with model state in the fastest place where it fits.
+
+    Raises:
+        NoPlan, InvalidValue: it fits nowhere.
+    """
+
+    def stage(last: bool) -> Stage:
+        failed: NoPlan | None = None
+        placed = (_Candidate.of(job, microbatch, place) for place in placements(job, last))
+        for one in sorted(placed, key=attrgetter("kept")):
+            decided = set(one.problem.decided)
+            plan = play(
+                one.problem,
+                [action if number in decided else "keep" for number in range(len(one.problem.blocks))],
+            )
+            if plan.peak <= one.budget:
+                return one.stage([plan])
+            error = NoPlan(plan, Limits(one.budget), one.problem.blocks)
+            failed = error if failed is None or error.nearer_than(failed) else failed
+        assert failed is not None
+        raise failed
+
+    return ClusterPlan(job, microbatch, [stage(last) for last in job.ends])
 
 
 def simulated_microbatches(job: ClusterJob, microbatch: int, last: bool) -> tuple[int, int]:

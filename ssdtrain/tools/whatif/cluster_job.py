@@ -8,6 +8,7 @@ as if a rank's blocks were one chunk, with the microbatches alive that the inter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -17,12 +18,18 @@ from ssdtrain.planner.model.types import Block, Link, Machine, Tier
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
 from ssdtrain.tools.whatif.models import BlockKind, ParallelLayout, Transformer, model_state_bytes
 
-__all__ = ["OPTIMIZER_TRAFFIC", "ClusterJob"]
+__all__ = ["OPTIMIZER_TRAFFIC", "ClusterJob", "bandwidth_of"]
 
 OPTIMIZER_TRAFFIC = 28
 """Bytes of memory that Adam in mixed precision reads and writes per parameter."""
 
 ITEMSIZE = 2
+
+
+def bandwidth_of(blocks: Sequence[Block]) -> float:
+    """Bytes per second to be written if all that the blocks save is offloaded: half of the time is forward's."""
+    seconds = sum(block.forward + block.backward for block in blocks)
+    return 2 * sum(block.saved for block in blocks) / seconds if seconds else 0.0
 
 
 @dataclass(frozen=True)
@@ -229,6 +236,7 @@ class ClusterJob:
             in_flight=4 * largest,
             prefetch=2 * largest,
             window=largest,
+            newest=1,
             state=drives if self.state == "ssd" else None,
             state_buffers=state_buffers,
         )
@@ -250,10 +258,7 @@ class ClusterJob:
 
     def bandwidth_for_all(self, microbatch: int) -> float:
         """Bytes per second that one GPU would have to write if every block were offloaded and nothing were recomputed."""
-        stages = [self.blocks(microbatch, last) for last in self.ends]
-        return max(
-            2 * sum(b.saved for b in stage) / sum(b.forward + b.backward for b in stage) for stage in stages
-        )
+        return max(bandwidth_of(self.blocks(microbatch, last)) for last in self.ends)
 
     def update_seconds(self) -> tuple[float, float]:
         """(reducing gradients over dp, optimizer) of the larger stage. With ZeRO-3 the former is in `sharding_seconds`."""

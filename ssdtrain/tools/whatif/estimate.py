@@ -7,7 +7,7 @@ FLOPs over the part of the peak rate that is expected, backward twice forward.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,10 +17,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
-from ssdtrain.planner.plans import Limits, NoPlan, Plan, SearchProblem, actions_for
+from ssdtrain.planner.plans import Limits, NoPlan, Plan, SearchProblem, actions_for, kept_step, play
 from ssdtrain.planner.search import search
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.tools.model_profile import CountedStep, count_blocks
+from ssdtrain.tools.whatif.cluster import BRIEF
+from ssdtrain.tools.whatif.cluster_job import bandwidth_of
+from ssdtrain.tools.whatif.gain import RECOMPUTATION, SAME_SPEED, Gain, Trial, more_drives
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, Gpu, Ssds
 
 __all__ = ["Estimate", "Hardware", "estimate"]
@@ -38,6 +41,7 @@ class Hardware:
         reserve: bytes of device memory for all that is not counted.
         state: bytes of parameters, gradients and optimizer state per parameter.
         efficiency: part of the peak FLOP rate.
+        host: host memory takes all that is offloaded to it.
     """
 
     gpu: Gpu
@@ -46,17 +50,25 @@ class Hardware:
     reserve: int
     state: int
     efficiency: float
+    host: bool = False
+
+    @property
+    def link_rate(self) -> float:
+        """Bytes per second between host and device, each way."""
+        return self.gpu.host_rate * LINK_EFFICIENCY
 
     def machine(self, largest: int) -> Machine:
         """Args:
         largest: bytes that the largest block saves.
         """
-        link = self.gpu.host_rate * LINK_EFFICIENCY
-        tiers: tuple[Tier, ...] = ()
+        link = self.link_rate
+        tiers: tuple[Tier, ...] = (Tier("host", link, link),) if self.host else ()
         if self.ssds is not None:
             write, read = self.ssds.write_rate / self.node, self.ssds.read_rate / self.node
-            tiers = (Tier("ssd", min(write, link), min(read, link)),)
-        return Machine(tiers, Link(link, link), in_flight=4 * largest, prefetch=2 * largest, window=largest)
+            tiers += (Tier("ssd", min(write, link), min(read, link)),)
+        return Machine(
+            tiers, Link(link, link), in_flight=4 * largest, prefetch=2 * largest, window=largest, newest=1
+        )
 
 
 @dataclass(frozen=True)
@@ -69,6 +81,7 @@ class Estimate:
         state: bytes of parameters, gradients and optimizer.
         budget: bytes for activations.
         largest: the largest microbatch with a plan, to within a sixteenth of it; 0: none.
+        gain: what it gains, over all sizes of the microbatch.
     """
 
     batch: int
@@ -77,6 +90,7 @@ class Estimate:
     state: int
     budget: int
     largest: int
+    gain: Gain
 
     @property
     def saved(self) -> int:
@@ -91,7 +105,7 @@ class Estimate:
     @property
     def bandwidth_for_all(self) -> float:
         """Bytes per second that offloading everything would need: half of the time is forward's."""
-        return 2 * self.saved / self.seconds if self.seconds else 0.0
+        return bandwidth_of(self.blocks)
 
 
 def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[str] = ()) -> Estimate:
@@ -117,15 +131,36 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
             "a larger GPU, or fewer bytes per parameter (--state-bytes) where states are split over ranks",
         )
 
-    def plan(size: int) -> Plan | None:
+    def problem(size: int, given: Hardware) -> SearchProblem:
         blocks = _scaled(once, twice, size / batch)
-        machine = hardware.machine(max(block.saved for block in blocks))
+        machine = given.machine(max(block.saved for block in blocks))
         rest = frozenset({len(blocks) - 1})
-        problem = SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), rest)
+        return SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), rest)
+
+    def plan(size: int) -> Plan | None:
         try:
-            return search(problem, Limits(budget))[0]
+            return search(problem(size, hardware), Limits(budget))[0]
         except NoPlan:
             return None
+
+    def same_speed(given: Hardware) -> Trial:
+        def seconds(size: int) -> float | None:
+            asked = problem(size, given)
+            limits = Limits(budget, seconds=(1 + SAME_SPEED) * kept_step(asked).seconds)
+            try:
+                return search(asked, limits, effort=BRIEF)[0].seconds / size
+            except NoPlan:
+                return None
+
+        return seconds
+
+    def uniform(action: str) -> Trial:
+        def seconds(size: int) -> float | None:
+            asked = problem(size, hardware)
+            played = play(asked, [*[action] * (len(asked.blocks) - 1), "keep"])
+            return played.seconds / size if played.peak <= budget else None
+
+        return seconds
 
     found = plan(batch)
     low, high = (batch, 2 * batch) if found else (0, batch)
@@ -134,7 +169,19 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
         low, high = (middle, high) if plan(middle) else (low, middle)
-    return Estimate(batch, once, found, state, budget, low)
+    named, ssds = more_drives(hardware.ssds)
+    others = {
+        named: same_speed(replace(hardware, ssds=ssds)),
+        "host memory": same_speed(replace(hardware, ssds=None, host=True)),
+        RECOMPUTATION: uniform("recompute"),
+    }
+    alone = kept_step(problem(batch, hardware)).seconds / batch
+    carried = None
+    if hardware.ssds is not None:
+        rate = min(hardware.ssds.write_rate / hardware.node, hardware.link_rate)
+        carried = min(1.0, rate / bandwidth_of(once))
+    gain = Gain.of(uniform("keep"), same_speed(hardware), alone, carried, others)
+    return Estimate(batch, once, found, state, budget, low, gain)
 
 
 def _blocks(make: Make, batch: int, hardware: Hardware, patterns: Sequence[str]) -> tuple[list[Block], int]:

@@ -1,0 +1,177 @@
+"""What a user gains, in one sentence: the largest microbatch at about the speed of keeping everything, against the largest one
+that fits so. Where that is nothing, what other means would bring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.planner.plans import NoPlan
+from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, plan_job, uniform_plan
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.hardware import Ssds, parse_ssds
+
+__all__ = ["RECOMPUTATION", "SAME_SPEED", "Gain", "Largest", "Trial", "gain_of", "largest", "more_drives"]
+
+SAME_SPEED = 0.02
+"""Slowdown over keeping everything up to which a larger microbatch counts as gained."""
+
+USUAL_DRIVES = "4 x 7GB/s, write 5GB/s"
+"""Drives that a job without any is told about."""
+
+LEAST_GAIN = 1.01
+"""Ratio of microbatches up to which nothing is gained."""
+
+MOST_SEQUENCES = 1 << 16
+
+RECOMPUTATION = "recomputation"
+
+Trial = Callable[[int], float | None]
+"""Seconds of one sequence, forward and backward, in microbatches of so many; None: they do not fit."""
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest microbatch that fits with some means.
+
+    Attributes:
+        size: sequences; 0: not one fits.
+        seconds: of one of them, forward and backward.
+    """
+
+    size: int
+    seconds: float
+
+
+def largest(trial: Trial) -> Largest:
+    """The largest microbatch that fits, to within a sixty-fourth of it."""
+    fits, seconds, too_large = 0, 0.0, 1
+    while too_large <= MOST_SEQUENCES and (took := trial(too_large)) is not None:
+        fits, seconds, too_large = too_large, took, 2 * too_large
+    while too_large - fits > max(1, fits // 64):
+        middle = (fits + too_large) // 2
+        took = trial(middle)
+        if took is None:
+            too_large = middle
+        else:
+            fits, seconds = middle, took
+    return Largest(fits, seconds)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """What one job gains.
+
+    Attributes:
+        kept: with everything kept in device memory.
+        ours: with the means that the job has, at most `SAME_SPEED` slower.
+        alone: seconds of one sequence with everything kept in unlimited memory, where not one fits.
+        carried: share of the bytes of a step that its drives can write while it runs; None: it has no drives.
+        others: by other means, named as a subject.
+    """
+
+    kept: Largest
+    ours: Largest
+    alone: float
+    carried: float | None
+    others: Mapping[str, Largest]
+
+    @classmethod
+    def of(
+        cls, kept: Trial, ours: Trial, alone: float, carried: float | None, others: Mapping[str, Trial]
+    ) -> Gain:
+        """Try all of them; where something is gained, of the others only recomputation."""
+        gain = cls(largest(kept), largest(ours), alone, carried, {})
+        tried = {
+            name: largest(trial) for name, trial in others.items() if name == RECOMPUTATION or not gain.pays
+        }
+        return cls(gain.kept, gain.ours, alone, carried, tried)
+
+    @property
+    def pays(self) -> bool:
+        return self.ours.size > LEAST_GAIN * self.kept.size
+
+    def sentence(self) -> str:
+        """Such as "1.16 x the batch at 1.00 x the time of keeping everything"."""
+        if self.pays and not self.kept.size:
+            gained = f"{self._ratios(self.ours)}, where not one sequence fits with everything kept"
+        elif self.pays:
+            gained = f"{self._ratios(self.ours)} of keeping everything"
+        elif self.carried is None:
+            gained = "nothing: there are no drives and there is no host memory to offload to"
+        else:
+            share = "less than 1%" if self.carried < 0.01 else f"{self.carried:.0%}"
+            gained = f"nothing: your drives carry {share} of what a step saves"
+        others = ", ".join(f"{name} would give {self._ratios(one)}" for name, one in self.others.items())
+        return f"{gained}; {others}"
+
+    def _ratios(self, one: Largest) -> str:
+        if not one.size:
+            return "not one sequence"
+        time = f"at {self._slower(one):.2f} x the time"
+        if not self.kept.size:
+            return f"a batch of {one.size} {time}"
+        return f"{one.size / self.kept.size:.2f} x the batch {time}"
+
+    def _slower(self, one: Largest) -> float:
+        return one.seconds / (self.kept.seconds if self.kept.size else self.alone)
+
+    def figures(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "sentence": self.sentence(),
+            "kept_batch": self.kept.size,
+            "batch": self.ours.size,
+            "batch_ratio": self.ours.size / self.kept.size if self.kept.size else None,
+            "time_ratio": self._slower(self.ours) if self.ours.size else None,
+            "drives_carry": self.carried,
+            "others": {
+                name: {"batch": one.size, "time_ratio": self._slower(one) if one.size else None}
+                for name, one in self.others.items()
+            },
+        }
+
+
+def more_drives(ssds: Ssds | None) -> tuple[str, Ssds]:
+    """Four times the drives, or usual ones where there are none, and what they are called."""
+    more = parse_ssds(USUAL_DRIVES) if ssds is None else replace(ssds, count=4 * ssds.count)
+    return f"{more.count} drives of {more.write / 1e9:g} GB/s", more
+
+
+def gain_of(job: ClusterJob) -> Gain:
+    """The gain of a job, whatever its batch is, with its model state where it is."""
+    job = replace(job, batch=0)
+    named, ssds = more_drives(job.ssds)
+    plenty = replace(job, ssds=job.ssds if job.state == "ssd" else None, host=job.host + (1 << 50))
+    others = {
+        named: _same_speed(replace(job, ssds=ssds)),
+        "host memory": _same_speed(plenty),
+        RECOMPUTATION: _uniform(replace(job, recompute=True), "recompute"),
+    }
+    carried = None
+    if job.ssds is not None:
+        rate = min(job.ssds.write_rate / job.local_node, job.link_rate)
+        carried = min(1.0, rate / job.bandwidth_for_all(1))
+    roomy = replace(job, gpu=replace(job.gpu, memory=1 << 60), state="device", cpu_rate=0.0)
+    alone = uniform_plan(roomy, 1, "keep").microbatch_seconds
+    return Gain.of(_uniform(job, "keep"), _same_speed(job), alone, carried, others)
+
+
+def _same_speed(job: ClusterJob) -> Trial:
+    return _trial(lambda size: plan_job(job, size, slowdown=SAME_SPEED, effort=BRIEF))
+
+
+def _uniform(job: ClusterJob, action: str) -> Trial:
+    return _trial(lambda size: uniform_plan(job, size, action))
+
+
+def _trial(planned: Callable[[int], ClusterPlan]) -> Trial:
+    def seconds(size: int) -> float | None:
+        try:
+            return planned(size).microbatch_seconds / size
+        except (NoPlan, InvalidValue):
+            return None
+
+    return seconds

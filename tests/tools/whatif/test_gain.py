@@ -1,0 +1,111 @@
+"""The sentence that says what a user gains holds what the plans say."""
+
+from dataclasses import replace
+
+import pytest
+
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.planner.plans import NoPlan
+from ssdtrain.tools.cli.main import main
+from ssdtrain.tools.whatif.cluster import plan_job, uniform_plan
+from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.gain import RECOMPUTATION, SAME_SPEED, Largest, gain_of, largest
+from ssdtrain.tools.whatif.hardware import Ssds, find_gpu, parse_ssds
+from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
+
+
+def job(ssds: str | None, gpu: str = "a100-40gb") -> ClusterJob:
+    model = Transformer.of("gpt", hidden=4096, layers=8, sequence=2048)
+    drives = None if ssds is None else parse_ssds(ssds)
+    return ClusterJob(model, ParallelLayout(), find_gpu(gpu), drives, node=1, batch=16)
+
+
+def fits(given: ClusterJob, size: int) -> bool:
+    try:
+        plan_job(replace(given, batch=0), size, slowdown=SAME_SPEED)
+    except (NoPlan, InvalidValue):
+        return False
+    return True
+
+
+def kept(given: ClusterJob, size: int) -> bool:
+    try:
+        uniform_plan(replace(given, batch=0), size, "keep")
+    except (NoPlan, InvalidValue):
+        return False
+    return True
+
+
+def test_the_largest_that_fits_is_found_to_a_sixty_fourth() -> None:
+    for most in (0, 1, 2, 7, 63, 64, 1000):
+        found = largest(lambda size, most=most: 2.0 / size if size <= most else None)  # type: ignore[misc]
+        assert most - most // 64 <= found.size <= most
+        assert found.seconds == (2.0 / found.size if most else 0.0)
+
+
+def test_drives_that_keep_up_gain_the_batch_that_plans_with_them_have() -> None:
+    given = job("4 x 7GB/s")
+    gain = gain_of(given)
+    assert gain.pays
+    assert kept(given, gain.kept.size) and not kept(given, gain.kept.size + 1)
+    assert fits(given, gain.ours.size) and not fits(given, gain.ours.size + 1)
+    plain = uniform_plan(replace(given, batch=0), gain.kept.size, "keep").microbatch_seconds / gain.kept.size
+    time = gain.ours.seconds / plain
+    assert 1 <= time <= 1 + SAME_SPEED
+    batch = gain.ours.size / gain.kept.size
+    assert gain.sentence().startswith(
+        f"{batch:.2f} x the batch at {time:.2f} x the time of keeping everything; "
+    )
+    assert list(gain.others) == [RECOMPUTATION]
+
+
+def test_drives_that_do_not_keep_up_gain_nothing_and_what_would_is_said() -> None:
+    model = Transformer.of("gpt", hidden=2560, layers=40, sequence=4096)
+    given = ClusterJob(model, ParallelLayout(dp=8), find_gpu("h100"), parse_ssds("4 x 7GB/s"), node=8)
+    gain = gain_of(given)
+    assert not gain.pays
+    carried = 4 * 7e9 / 8 / given.bandwidth_for_all(1)
+    assert gain.carried == pytest.approx(carried)
+    named, hosted, again = gain.others.values()
+    four = replace(given, ssds=Ssds(16, 7e9, 7e9))
+    assert (named.size > gain.kept.size) == fits(four, gain.kept.size + 1)
+    assert fits(replace(given, ssds=None, host=1 << 50), hosted.size)
+    recomputed = uniform_plan(given, again.size, "recompute")
+    assert again.seconds == recomputed.microbatch_seconds / again.size
+    sentence = gain.sentence()
+    assert sentence.startswith(
+        f"nothing: your drives carry {carried:.0%} of what a step saves; 16 drives of "
+    )
+    assert f"recomputation would give {again.size / gain.kept.size:.2f} x the batch at 1.3" in sentence
+
+
+def test_without_drives_usual_ones_are_named() -> None:
+    gain = gain_of(job(None))
+    assert gain.sentence().startswith("nothing: there are no drives and there is no host memory")
+    assert next(iter(gain.others)) == "4 drives of 5 GB/s"
+
+
+def test_where_not_one_sequence_fits_without_the_gain_is_that_it_does() -> None:
+    gain = gain_of(replace(job("8 x 7GB/s"), reserve=10 << 30))
+    assert gain.kept == Largest(0, 0.0)
+    assert gain.sentence().startswith(f"a batch of {gain.ours.size} at ")
+    assert "where not one sequence fits with everything kept" in gain.sentence()
+
+
+def test_the_first_line_of_a_plan_is_the_gain(capsys: pytest.CaptureFixture[str]) -> None:
+    small = [
+        "plan",
+        "--model",
+        "gpt",
+        "--hidden",
+        "4096",
+        "--layers",
+        "8",
+        "--seq",
+        "2048",
+        "--gpu",
+        "a100-40gb",
+    ]
+    assert main([*small, "--ssd", "4 x 7GB/s", "--gpus-per-node", "1", "--microbatch", "1"]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == f"gain: {gain_of(job('4 x 7GB/s')).sentence()}"
