@@ -12,8 +12,8 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
   of what was queued before have ended. A store begins in the hook of the next operator, and its copy is queued behind that.
   Tensors leave in the order of what is queued: those whose store has ended when the host comes to the next hook (it waits for
   room in `in_flight`), and when more than `window` bytes of stores are on the device the oldest one, unless it is among the
-  `newest`, for whose copy the stream that computes then waits. What has not left when backward is queued stays; where its store is cancelled, it is
-  there until the host has seen the end of its copy.
+  `newest`, for whose copy the stream that computes then waits. What has not left when backward is queued stays; where its store
+  is cancelled, it is there until the host has seen the end of its copy.
 - Backward asks in reverse order. Reads are issued ahead, in order, across tapes, while the bytes in staging
   buffers are at most `prefetch`, and so are those of the tape between backward and the region, kept ones
   included; copies to the device while at most `window` bytes are there ahead of their use.
