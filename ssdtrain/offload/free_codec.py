@@ -1,9 +1,11 @@
-"""`offload.codec: "auto"`: the codec `exact` where it is free.
+"""`offload.codec: "auto"`: the codec `exact` where it takes less time than the link saves.
 
 Note: [Where a codec is free]
 A bit-exact codec is worth its time if encoding and decoding take less than what the link to host memory saves by the bytes that
 it does not carry; drives are slower than the link. Both are measured at start, for each dtype. On a GPU with Triton kernels and
-PCIe the codec takes a part of that; where the link is as fast as memory, or there are no kernels, it may take more.
+PCIe the codec takes a part of that; where the link is as fast as memory, or there are no kernels, it may take more. It is the
+computation's time that it takes, so that it gains where transfers are waited for and costs where they are hidden: the cost
+model does not know it yet, and it is not the default.
 
 On a CPU there is no link, and encoding takes the cores, and the thread, that train: 12% of a step in bfloat16, 16% in float32
 (`benchmarks/spill_exact.py`, two cores). So there, as with GPUDirect Storage, whose transfers no thread of the host sees, tensors
