@@ -146,7 +146,6 @@ class Machine:
     in_flight: int = 1 << 60
     prefetch: int = 1 << 60
     window: int = 1 << 60
-    newest: int = NEWEST
     buffers: int = 0
     together: int = 0
     hook: float | None = None
@@ -155,6 +154,7 @@ class Machine:
     state: Tier | None = None
     state_buffers: int = 2
     buffers_stay: bool = True
+    newest: int = NEWEST
 
 
 @dataclass(frozen=True, slots=True)
