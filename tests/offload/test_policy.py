@@ -128,10 +128,10 @@ def test_a_codec_that_cannot_encode_on_the_device_is_an_error_of_the_policy() ->
     storage = saved.untyped_storage()
     region = make_region(ActivationMeter().see(storage), saved, storage, extent, Tape(), 0)
     with pytest.raises(ValueError, match=r"policy asks for the codec 'lossless'.*meta device"):
-        Coding(None).choose(saved, extent, region, "lossless")
-    assert Coding(None).choose(saved, extent, region, "int8") is not None
+        Coding(None).choose(saved, extent, region, Action(True, "lossless"))
+    assert Coding(None).choose(saved, extent, region, Action(True, "int8")) is not None
     with pytest.raises(ValueError, match="int99"):
-        Coding(None).choose(saved, extent, region, "int99")
+        Coding(None).choose(saved, extent, region, Action(True, "int99"))
 
 
 def test_what_is_never_loaded_takes_no_room_in_the_arena(tmp_path: Path) -> None:
