@@ -66,7 +66,7 @@ print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))"
 doctor() { "$python" -m ssdtrain doctor ${DIRECTORY:+"$DIRECTORY"}; }
 
 tests() { SSDTRAIN_POISON=1 "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout="${TEST_LIMIT:-120}" "$@"; }
-streams() { tests tests/gpu/test_streams.py tests/test_device.py; }
+streams() { tests tests/gpu/test_streams.py tests/gpu/test_exact.py tests/test_device.py; }
 training() { tests tests/gpu/test_training.py; }
 kernels() { TEST_LIMIT=240 tests tests/codecs/test_kernels.py; }
 
