@@ -100,7 +100,7 @@ def build_engine(
             by_cufile=direct,
             verified=offload.verify == "all",
             rank=rank,
-            codec=_codec(offload.codec, device, layer, direct=direct),
+            codec=_codec(offload, device, layer, direct=direct),
         )
         warm_up(make_codec(MASK), device, [torch.bool])
         return OffloadEngine(store, layer, device, _policy(offload, policy), options), store
@@ -109,19 +109,19 @@ def build_engine(
         raise
 
 
-def _codec(codec: str, device: torch.device, layer: Device, *, direct: bool) -> CodecRule | None:
+def _codec(offload: OffloadConfig, device: torch.device, layer: Device, *, direct: bool) -> CodecRule | None:
     """Return what encodes floating-point tensors, its kernels compiled.
 
     Args:
-        codec: as the config has it.
         direct: transfers are those of GPUDirect Storage.
     """
-    if codec == AUTO:
-        return None if direct else free_codec(device, layer)
-    if codec == OFF:
+    if offload.codec == AUTO:
+        hidden = offload.amount.kind == "auto"
+        return None if direct or hidden else free_codec(device, layer)
+    if offload.codec == OFF:
         return None
-    warm_up(make_codec(codec), device, FLOATS)
-    return CodecRule(codec)
+    warm_up(make_codec(offload.codec), device, FLOATS)
+    return CodecRule(offload.codec)
 
 
 def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolicy:

@@ -4,12 +4,12 @@ Note: [Where a codec is free]
 A bit-exact codec is worth its time if encoding and decoding take less than what the link to host memory saves by the bytes that
 it does not carry; drives are slower than the link. Both are measured at start, for each dtype. On a GPU with Triton kernels and
 PCIe the codec takes a part of that; where the link is as fast as memory, or there are no kernels, it may take more. It is the
-computation's time that it takes, so that it gains where transfers are waited for and costs where they are hidden: the cost
-model does not know it yet, and it is not the default.
+computation's time that it takes, so that it gains where transfers are waited for, and costs where they are hidden: with `amount:
+"auto"`, whose cost model does not know of it, there is no codec. It takes device memory too, and is not the default.
 
-On a CPU there is no link, and encoding takes the cores, and the thread, that train: 12% of a step in bfloat16, 16% in float32
-(`benchmarks/spill_exact.py`, two cores). So there, as with GPUDirect Storage, whose transfers no thread of the host sees, tensors
-are stored as they are.
+On a CPU there is no link, and encoding takes the cores, and the thread, that train: 12 to 28% of a step
+(`benchmarks/spill_exact.py`, two cores that others use too). So there, as with GPUDirect Storage, whose transfers no thread of
+the host sees, tensors are stored as they are.
 """
 
 from __future__ import annotations

@@ -154,16 +154,19 @@ def test_the_host_waits_for_nothing(tmp_path: Path) -> None:
         assert runtime.statistics().offload.overflowed_bytes
 
 
-@pytest.mark.parametrize(("link", "encodes"), [((1e5, 1e5), True), ((1e15, 1e15), False)])
-def test_auto_encodes_where_the_link_is_slower_than_the_codec(
-    link: tuple[float, float], encodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("link", "amount", "encodes"),
+    [((1e5, 1e5), "all", True), ((1e5, 1e5), "auto", False), ((1e15, 1e15), "all", False)],
+)
+def test_auto_encodes_where_the_link_is_slower_than_the_codec_and_may_be_waited_for(
+    link: tuple[float, float], amount: str, encodes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Here plain torch is measured, as if it were kernels."""
     monkeypatch.setattr(kernels, "compiled", lambda: True)
     monkeypatch.setattr(free_codec, "CODEC_PROBE", 1 << 16)
     monkeypatch.setattr(CudaDevice, "link_bandwidth", lambda device: link)
     tensors = [torch.randn(2 << 20).to(torch.bfloat16), torch.randn(COUNT)]
-    with running(tmp_path, codec="auto") as runtime:
+    with running(tmp_path, codec="auto", amount=amount) as runtime:
         loss, came = forward(runtime, tensors)
         loss.backward()
         assert_same(came, tensors)
