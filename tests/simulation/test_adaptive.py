@@ -165,8 +165,8 @@ def with_host(run: AutoRun) -> list[str]:
     store, tiers = run._machine.store, []
     reserve = store.reserve
 
-    def watched(nbytes: int, tier: str | None = None) -> Slot:
-        slot = reserve(nbytes, tier)
+    def watched(nbytes: int, tier: str | None = None, **given: int) -> Slot:
+        slot = reserve(nbytes, tier, **given)
         tiers.append(slot.tier)
         return slot
 

@@ -108,12 +108,12 @@ def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
     tensor = made.device.empty(MiB)
     host_slot, drive_slot = made.store.reserve(MiB), made.store.reserve(MiB, "ssd")
     copy = made.device.copy_to_host(tensor.data_ptr(), host_slot.address, MiB)
-    transfer._copied(host_slot, copy, into=True)
+    transfer._copied(host_slot, copy, MiB, into=True)
     assert made.store.write(drive_slot, tensor.data_ptr()).wait(60)
     region = NonCallableMock(nbytes=MiB, transfer=TransferState(MiB))
     region.transfer.slot = drive_slot
     again = made.device.copy_to_host(tensor.data_ptr(), host_slot.address, MiB)
-    transfer._copied(host_slot, again, into=True)
+    transfer._copied(host_slot, again, MiB, into=True)
     assert transfer.passing() is not None and not again.query()
     engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
     assert engine.mover.loads.begin(region, on_demand=True), "it waits for a copy that brings no buffer"
