@@ -351,6 +351,37 @@ class Runtime:
         for feature in self.features:
             feature.on_next_backward(upcoming)
 
+    def accumulate(
+        self,
+        model: nn.Module,
+        microbatches: Sequence[Any],
+        loss: Callable[[nn.Module, Any], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Accumulate the gradients of microbatches block by block, with a `state` section: each block runs all of them before the
+        next one does, so that a further microbatch moves no weights. The gradients are those of a backward for each, to the bit.
+
+        Example:
+            >>> losses = runtime.accumulate(model, microbatches, lambda model, batch: model(batch).mean() / 8)
+            >>> optimizer.step()
+
+        Args:
+            model: the attached one.
+            loss: called with the model and a microbatch, each on a thread of its own, one running at a time. What is entered
+                around forward belongs inside; autocast and the CUDA stream are taken over.
+
+        Returns:
+            The losses, without a graph.
+
+        Raises:
+            RuntimeError: there is no `state` section; or the model draws random numbers, ties parameters of several blocks, or
+                is another one for each microbatch: see `ssdtrain.state.vertical`.
+        """
+        if self.state is None:
+            raise RuntimeError(
+                "runtime.accumulate needs the config section state, whose weights it saves from moving"
+            )
+        return self.state.accumulate(model, microbatches, loss)
+
     # Metrics
 
     def statistics(self) -> RuntimeMetrics | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -12,7 +13,29 @@ from ssdtrain.state.stored import GradientInTier, StoredTensor
 from ssdtrain.state.transfers import StateTransfers
 from ssdtrain.storage import Slot, signals_deferred
 
-__all__ = ["Chunk", "Part", "StoredGradient", "Where"]
+__all__ = ["Chunk", "Part", "PendingStep", "StoredGradient", "Where"]
+
+
+class PendingStep(Protocol):
+    """The optimizer's step of a chunk, which a thread of the host makes later or is making."""
+
+    @property
+    def done(self) -> bool:
+        """Whether `finish` does not wait for the thread."""
+
+    def begin(self, *, required: bool) -> bool:
+        """Bring what it needs into memory, or on its way, and give it to the thread. Returns whether it has it.
+
+        Args:
+            required: wait for room, and exceed the limit rather than not begin.
+        """
+
+    def finish(self) -> None:
+        """Begin it if it has not begun, wait for its end, and let go what it has used.
+
+        Raises:
+            Exception: what the thread has raised.
+        """
 
 
 class Where(Enum):
@@ -32,6 +55,7 @@ class Part:
 
     Attributes:
         tensors: those that exist.
+        stays: they never leave memory, and `nbytes` is 0: they count as what stays, or not as the device's.
         failed: a store of it has failed, which was raised; its memory has the only copy and is not freed.
     """
 
@@ -40,7 +64,7 @@ class Part:
         self.nbytes = nbytes
         self.tensors: list[StoredTensor] = []
         self.where = Where.AWAY
-        self.failed = False
+        self.stays = self.failed = False
 
     @property
     def counts(self) -> bool:
@@ -53,13 +77,16 @@ class StoredGradient(StoredTensor):
 
     Attributes:
         scales: factors for the bytes in the slot, applied when they are loaded: clipping does not rewrite gradients.
+        claimed: it belongs to the step of its chunk, whatever the parameter's `grad` is.
     """
 
-    __slots__ = ("_applied", "_standing", "parameter", "scales")
+    __slots__ = ("_applied", "_standing", "claimed", "parameter", "scales")
 
-    def __init__(self, name: str, parameter: nn.Parameter, slot: Slot, transfers: StateTransfers) -> None:
+    def __init__(
+        self, name: str, parameter: nn.Parameter, slot: Slot | None, transfers: StateTransfers
+    ) -> None:
         assert parameter.grad is not None
-        if parameter.grad.nbytes != slot.nbytes:
+        if parameter.grad.nbytes != parameter.nbytes:
             raise RuntimeError(
                 f"{name} is of {parameter.grad.dtype} and the parameter of {parameter.dtype} (config section state): leave "
                 "grad_dtype as it is, or set it before ssdtrain.attach, where such parameters stay on the device"
@@ -69,23 +96,42 @@ class StoredGradient(StoredTensor):
         self.scales: list[torch.Tensor] = []
         self._applied = 0  # of `scales`, to the bytes in memory
         self._standing: GradientInTier | None = None
+        self.claimed = False
 
     @property
     def dropped(self) -> bool:
         """Whether the parameter has no gradient any more, or another one."""
-        return self.parameter.grad is not (self.tensor if self._standing is None else self._standing)
+        mine = self.tensor if self._standing is None else self._standing
+        return not self.claimed and self.parameter.grad is not mine
+
+    def claim(self) -> None:
+        """Give the gradient to the step of its chunk, which uses it up: what stands as the parameter's `grad` stays until it is
+        dropped, and has no values."""
+        with signals_deferred():
+            if self._standing is None:
+                self._stand_in()
+            self.claimed = True
 
     def hide(self) -> None:
         with signals_deferred():
             super().hide()
-            self._standing = GradientInTier.standing_for(self)
-            self.parameter.grad = self._standing
+            if not self.claimed:
+                self._stand_in()
+
+    def _stand_in(self) -> None:
+        self._standing = GradientInTier.standing_for(self)
+        self.parameter.grad = self._standing
 
     def show(self) -> None:
         with signals_deferred():
             super().show()
-            self._standing = None
-            self.parameter.grad = self.tensor
+            if not self.claimed:
+                self._standing = None
+                self.parameter.grad = self.tensor
+
+    def pending_scales(self) -> list[torch.Tensor]:
+        """Return the factors that the bytes in memory, or in the slot where they are away, still lack."""
+        return self.scales[self._applied :]
 
     def free(self) -> None:
         with signals_deferred():
@@ -104,7 +150,7 @@ class StoredGradient(StoredTensor):
         self._note_changes()
         for scale in self.scales[self._applied :]:
             with signals_deferred(), torch.no_grad():
-                self.tensor.mul_(scale)
+                self.tensor.mul_(scale.to(self.tensor.device))
                 self._applied += 1
                 self._version = self.tensor._version  # nothing to store: the slot and `scales` say the same
 
@@ -133,6 +179,10 @@ class Chunk:
         missing: parameters without their gradient in this backward.
         stepping: the optimizer works on it.
         ahead: loads have begun before it is needed.
+        held: it is needed again at once: it stays between two microbatches.
+        backwards: through the block that have ended since the last step.
+        pending: its step that a thread makes; None: none is due.
+        norms: of its gradients, by parameter, where the step before has asked for norms; they are not known otherwise.
     """
 
     def __init__(
@@ -146,13 +196,17 @@ class Chunk:
         self.values = Part(f"the parameters of {name}", nbytes)
         self.gradients = Part(f"the gradients of {name}", nbytes)
         self.state = Part(f"the optimizer state of {name}", state_bytes)
-        self.gradient_slots: dict[nn.Parameter, Slot] = {}
+        self.gradient_slots: dict[nn.Parameter, Slot | None] = {}
         self.forwards = 0
         self.first_node = 0
         self.graph_task: int | None = None
         self.missing: set[nn.Parameter] = set()
         self.stepping = False
         self.ahead = False
+        self.held = False
+        self.backwards = 0
+        self.pending: PendingStep | None = None
+        self.norms: dict[nn.Parameter, torch.Tensor] = {}
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -169,7 +223,7 @@ class Chunk:
 
     @property
     def in_use(self) -> bool:
-        return self.forwards > 0 or self.graph_task is not None or self.stepping
+        return self.forwards > 0 or self.graph_task is not None or self.stepping or self.held
 
     def stored_gradients(self) -> Iterator[StoredGradient]:
         """Yield the gradients that the parameters still have."""

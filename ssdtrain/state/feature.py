@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,17 +16,19 @@ from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.features import Feature, Forward, Placement
 from ssdtrain.metrics import MetricSet
+from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.state.checkpoints import StateDicts
-from ssdtrain.state.chunk import Chunk
-from ssdtrain.state.clip import clip_grad_norm
+from ssdtrain.state.chunk import Chunk, Part
 from ssdtrain.state.find import check, find_chunks
 from ssdtrain.state.hooks import BlockHooks
+from ssdtrain.state.host_steps import HostOptimizer
 from ssdtrain.state.metrics import StateMetrics
 from ssdtrain.state.optimizer import ChunkedOptimizer
 from ssdtrain.state.plan import StatePlan, plan_state
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.stored import StoredTensor
 from ssdtrain.state.transfers import InPlace, Staged, StateTransfers
+from ssdtrain.state.vertical import run_vertically
 from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.text import size_text
@@ -79,10 +83,10 @@ class ModelState(Feature):
         self._state_dicts: StateDicts | None = None
         self._chunked: ChunkedOptimizer | None = None
         check_host_budget(config.host, place.local_world_size)
-        self._store = SpillStore(
+        self._make_store = partial(
+            SpillStore,
             directories,
             capacity=config.capacity,
-            host_bytes=config.host,
             threads=config.threads,
             engine=config.engine,
             direct=config.direct,
@@ -93,6 +97,7 @@ class ModelState(Feature):
             huge_pages=False,
             **self._layer.event_functions(),
         )
+        self._store: SpillStore | None = None
 
     # The model
 
@@ -108,39 +113,90 @@ class ModelState(Feature):
             why, allowed = "is a second model of one runtime", "a runtime for each"
             raise ConfigError([ConfigIssue("ssdtrain.state", type(model).__name__, why, allowed)])
         defer_signals()
-        optimizer = check(model, self.optimizer)
+        optimizer = check(model, self.optimizer, self._config)
         device = self._place.device
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         chunks, prefixes, outside = find_chunks(model, optimizer, self._config, device)
-        self.plan = plan_state([chunk.nbytes for chunk in chunks], outside, self._config.device_limit)
+        self.plan = self._plan(chunks, outside)
         moving = chunks[self.plan.persistent :]
-        self._check_capacity(moving)
+        for chunk in moving[: self.plan.kept]:
+            chunk.values.stays = True
+        largest = max((max(chunk.nbytes, 3 * chunk.values.nbytes) for chunk in moving), default=0)
+        self._store = self._make_store(host_bytes=self._config.host - self._share_host(moving))
+        self._check_capacity(moving, self._store)
         self._model, self._chunks = model, chunks
         self._metrics.chunks, self._metrics.persistent_chunks = len(chunks), self.plan.persistent
         self._residency = Residency(moving, self.plan.limit, self.plan.fixed, self._metrics)
-        transfers = self._transfers(moving)
+        transfers = self._transfers(self._store, largest)
         self._hooks = BlockHooks(self._residency, transfers)
         self._state_dicts = StateDicts(model, self._residency, prefixes)
-        self._chunked = ChunkedOptimizer(optimizer, self._residency, self._hooks, transfers, self._store)
+        parts = optimizer, self._residency, self._hooks, transfers, self._store
+        if self._config.optimizer == "device":
+            self._chunked = ChunkedOptimizer(*parts)
+        else:
+            self._chunked = HostOptimizer(*parts, self._config.clip, self._config.microbatches)
         for chunk in moving:
-            self._take(chunk, transfers)
+            self._take(chunk, transfers, self._store)
         self._residency.reset_peak()
+
+    def _plan(self, chunks: Sequence[Chunk], outside: int) -> StatePlan:
+        limit, whole = self._config.device_limit, [chunk.nbytes for chunk in chunks]
+        if self._config.optimizer == "device":
+            return plan_state(whole, outside, limit)
+        self._share_host(chunks)
+        values = [chunk.values.nbytes for chunk in chunks]
+        passing = [
+            chunk.values.nbytes
+            + (0 if chunk.gradients.stays else chunk.gradients.nbytes)
+            + (0 if chunk.state.stays or not self._in_place else chunk.state.nbytes)
+            for chunk in chunks
+        ]
+        return plan_state(whole, outside, limit, passing, values)
+
+    def _share_host(self, chunks: Sequence[Chunk]) -> int:
+        """Let optimizer state of chunks that the CPU steps stay in host memory, and gradients where that is the device's, as far
+        as there is room beside the slots that every step uses. Returns the bytes of it."""
+        if self._config.optimizer == "device":
+            return 0
+        keeps_gradients = self._in_place and self._gradients_tier is None
+        room, in_host = self._config.host, 0
+        for chunk in chunks:
+            room -= 0 if chunk.values.stays else _slot_bytes(chunk, chunk.values)
+            room -= 0 if keeps_gradients else _slot_bytes(chunk, chunk.gradients)
+        for chunk in chunks:
+            for part in (chunk.gradients, chunk.state) if keeps_gradients else (chunk.state,):
+                part.stays = in_host + part.nbytes <= room
+                in_host += part.nbytes if part.stays else 0
+        return in_host
+
+    @property
+    def _gradients_tier(self) -> str | None:
+        """The tier of gradients: drives where they are stored only after a backward that raised."""
+        config = self._config
+        used_up = config.clip == "none" and config.microbatches == 1
+        return "ssd" if used_up and config.directories else None
 
     def on_forward(self, forward: Forward) -> None:
         defer_signals()  # handlers come and go
 
-    def _take(self, chunk: Chunk, transfers: StateTransfers) -> None:
+    def _take(self, chunk: Chunk, transfers: StateTransfers, store: SpillStore) -> None:
         """Let the tensors of `chunk` come and go, and leave."""
         assert self._residency is not None and self._hooks is not None and self._chunked is not None
         for parameter in chunk.parameters:
-            chunk.gradient_slots[parameter] = self._store.reserve(parameter.nbytes)
+            chunk.gradient_slots[parameter] = (
+                None if chunk.gradients.stays else store.reserve(parameter.nbytes, self._gradients_tier)
+            )
+        for part in chunk.parts:
+            if part.stays or (part is chunk.state and self._config.optimizer == "cpu" and not self._in_place):
+                part.nbytes = 0
         self._residency.load(chunk, *chunk.parts)  # there is nothing yet: they are counted
-        chunk.values.tensors = [
-            StoredTensor(name, parameter, self._store.reserve(parameter.nbytes), transfers, watched=True)
-            for parameter, name in chunk.names.items()
-        ]
-        self._storages |= {parameter.untyped_storage()._cdata for parameter in chunk.parameters}
+        if not chunk.values.stays:
+            chunk.values.tensors = [
+                StoredTensor(name, parameter, store.reserve(parameter.nbytes), transfers, watched=True)
+                for parameter, name in chunk.names.items()
+            ]
+            self._storages |= {parameter.untyped_storage()._cdata for parameter in chunk.parameters}
         self._hooks.adopt_gradients(chunk)
         expected = chunk.state.nbytes
         self._chunked.adopt_state(chunk)
@@ -150,27 +206,23 @@ class ModelState(Feature):
         if not chunk.state.tensors:
             self._residency.resize(chunk.state, expected)
 
-    def _check_capacity(self, moving: Sequence[Chunk]) -> None:
-        needed = sum(
-            image_bytes(part.nbytes) + len(chunk.parameters) * image_bytes(1)
-            for chunk in moving
-            for part in chunk.parts
-        )
-        capacity = self._store.metrics.capacity_bytes
+    def _check_capacity(self, moving: Sequence[Chunk], store: SpillStore) -> None:
+        needed = sum(_slot_bytes(chunk, part) for chunk in moving for part in chunk.parts if not part.stays)
+        capacity = store.metrics.capacity_bytes
         if needed > capacity:
             key = "capacity" if self._config.directories else "host"
             why = f"gives {exact_size(capacity)} in all tiers, and the chunks that leave the device take {exact_size(needed)}"
             allowed = "more capacity, another directory, or a higher device_limit"
             raise ConfigError([ConfigIssue(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
 
-    def _transfers(self, moving: Sequence[Chunk]) -> StateTransfers:
+    def _transfers(self, store: SpillStore, largest: int) -> InPlace | Staged:
         verify = self._config.verify == "all"
         if self._in_place:
-            return InPlace(self._store, verify=verify)
-        nbytes = max(2 * max((chunk.nbytes for chunk in moving), default=0), 1)
+            return InPlace(store, verify=verify)
+        nbytes = max(2 * largest, 1)
         check_host_budget(nbytes, self._place.local_world_size)
         self._arena = Arena(nbytes, register=self._layer.host_register(), node=self._layer.numa_node())
-        self._staged = Staged(self._store, self._layer, self._arena, verify=verify)
+        self._staged = Staged(store, self._layer, self._arena, verify=verify)
         return self._staged
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -188,13 +240,46 @@ class ModelState(Feature):
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        """Clip all parameters of the model as `torch.nn.utils.clip_grad_norm_`, to the bit. See `ssdtrain.state.clip`."""
-        if self._model is None or self._residency is None or self._hooks is None:
+        """Clip all parameters of the model as `torch.nn.utils.clip_grad_norm_`, to the bit. See `ssdtrain.state.clip`, and for
+        `optimizer: "cpu"` with `clip: "delayed"` Note: [Delayed clipping] in `ssdtrain.state.host_steps`."""
+        if self._model is None or self._chunked is None:
             raise RuntimeError("no model is attached to this runtime")
         parameters = list(self._model.parameters())
-        return clip_grad_norm(
-            parameters, self._residency, self._hooks, max_norm, norm_type, error_if_nonfinite, foreach
-        )
+        return self._chunked.clip_grad_norm(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def accumulate(
+        self,
+        model: nn.Module,
+        microbatches: Sequence[Any],
+        loss: Callable[[nn.Module, Any], torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of all microbatches block by block. See `Runtime.accumulate`."""
+        if (
+            self._model is None
+            or self._residency is None
+            or self._chunked is None
+            or model is not self._model
+        ):
+            raise RuntimeError("runtime.accumulate is given a model that is not attached to this runtime")
+        if not torch.is_grad_enabled():
+            raise RuntimeError("runtime.accumulate runs backward, and gradients are disabled")
+        chunks = {chunk.module: chunk for chunk in self._residency.chunks}
+
+        def hold(block: nn.Module, again: bool) -> None:
+            if block in chunks:
+                chunks[block].held = again
+
+        try:
+            with self._chunked.counting(len(microbatches)):
+                return run_vertically(
+                    model,
+                    find_blocks(model, self._config.blocks),
+                    [partial(loss, model, microbatch) for microbatch in microbatches],
+                    hold,
+                )
+        finally:
+            for chunk in chunks.values():
+                chunk.held = False
 
     def detach(self) -> None:
         """Bring everything back into memory, and give the model and the optimizer back their methods.
@@ -232,7 +317,8 @@ class ModelState(Feature):
                 closing.callback(self._arena.close)
             if self._staged is not None:
                 closing.callback(self._staged.close)
-            closing.callback(self._store.close)
+            if self._store is not None:
+                closing.callback(self._store.close)
             if failed is not None:
                 raise failed
 
@@ -249,3 +335,8 @@ class ModelState(Feature):
         limit = self._config.device_limit
         much = f"within {size_text(limit)}" if limit is not None else "as few as two chunks"
         return f"model state: {much} on the device, the rest in {', '.join(self._config.directories) or 'host memory'}"
+
+
+def _slot_bytes(chunk: Chunk, part: Part) -> int:
+    """Return the bytes that slots of `part` take at most."""
+    return image_bytes(part.nbytes) + len(chunk.parameters) * image_bytes(1)

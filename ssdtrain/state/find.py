@@ -17,7 +17,9 @@ from ssdtrain.state.stored import MOVABLE, is_movable
 __all__ = ["check", "find_chunks"]
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+def check(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, config: StateConfig
+) -> torch.optim.Optimizer:
     """Return the optimizer, if it and the model can be served.
 
     Raises:
@@ -34,6 +36,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> torch.op
             "meets an optimizer with differentiable=True, whose graph would hold all chunks",
             "leaving it out",
         )
+    elif config.optimizer == "cpu" and any(group.get("capturable") for group in optimizer.param_groups):
+        problem = 'meets capturable=True, which is for steps on a GPU, and optimizer "cpu"', "leaving it out"
     elif "step" in vars(optimizer):
         problem = (
             "meets an optimizer whose step is replaced already (by a learning rate scheduler?)",
@@ -71,7 +75,7 @@ def find_chunks(
         raise ConfigError(
             [ConfigIssue("ssdtrain.state.blocks", list(config.blocks), why, allowed)]
         ) from error
-    needed = state_bytes(optimizer)
+    needed = state_bytes(optimizer, on_a_thread=config.optimizer == "cpu")
     total = sum(
         parameter.nbytes + _gradient_bytes(parameter) + needed.get(parameter, 0)
         for parameter in model.parameters()

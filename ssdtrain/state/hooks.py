@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ssdtrain.state.chunk import Chunk, StoredGradient, Where
 from ssdtrain.state.residency import Residency
-from ssdtrain.state.stored import users
+from ssdtrain.state.stored import GradientInTier, users
 from ssdtrain.state.transfers import StateTransfers
 
 __all__ = ["BlockHooks", "Order"]
@@ -35,6 +35,19 @@ _PLAIN = torch.Tensor | int | float | str | None  # outputs that hide no tensor
 _ELEMENTS = 1000  # of one attribute that are looked at
 
 FORWARD, _RECOMPUTE, BACKWARD, STEP = "forward", "recompute", "backward", "step"
+
+
+class BackwardSteps(Protocol):
+    """What steps chunks inside of backward, and others as events go by."""
+
+    def before_backward(self, chunk: Chunk) -> bool:
+        """Check that a backward through `chunk` may begin. Returns whether its step follows."""
+
+    def after_backward(self, chunk: Chunk) -> bool:
+        """Step `chunk`, whose gradients are complete, if it is time. Returns whether the step has them."""
+
+    def advance(self) -> None:
+        """Do what needs no waiting."""
 
 
 class Order:
@@ -52,6 +65,8 @@ class Order:
 
     def note(self, kind: str, chunk: Chunk) -> None:
         """Note an event that happens now."""
+        if self._last == (kind, chunk):
+            return  # another microbatch of the same block
         if self._last is not None:
             self._followed[self._last] = kind, chunk
         self._last = kind, chunk
@@ -83,6 +98,7 @@ class BlockHooks:
         self._tasks: set[int] = set()  # of autograd, whose end is awaited
         self._handles: list[RemovableHandle] = []
         self.keeper: object = None  # lives as long as the hooks
+        self._steps: BackwardSteps | None = None
         for chunk in residency.chunks:
             self._watch(chunk)
 
@@ -97,6 +113,10 @@ class BlockHooks:
         for parameter in chunk.parameters:
             hook = self._accumulated(chunk)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def step_inside(self, steps: BackwardSteps) -> None:
+        """Let `steps` have the events of backward."""
+        self._steps = steps
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -194,6 +214,11 @@ class BlockHooks:
                 "leave memory (config section state): leave create_graph out, or train without the section"
             )
         self._expect(BACKWARD, chunk)
+        if chunk.pending is not None:
+            chunk.pending.finish()
+        state = (chunk.state,) if self._steps is not None and self._steps.before_backward(chunk) else ()
+        for part in (chunk.values, chunk.gradients, *state):
+            self._residency.begin(part, chunk)
         self._residency.load(chunk, chunk.values, chunk.gradients)
         self._residency.settle(chunk.gradients)
         if task not in self._tasks:
@@ -218,11 +243,18 @@ class BlockHooks:
 
         return accumulated
 
-    def _end_backward(self, chunk: Chunk, accumulated: nn.Parameter | None = None) -> None:
+    def _end_backward(
+        self, chunk: Chunk, accumulated: nn.Parameter | None = None, *, whole: bool = True
+    ) -> None:
         chunk.graph_task = None
         chunk.missing.clear()
         self.adopt_gradients(chunk, accumulated)
-        self._residency.release(chunk.gradients)
+        if self._steps is not None and whole:
+            chunk.backwards += 1
+            if self._steps.after_backward(chunk):
+                return
+        if not chunk.held:
+            self._residency.release(chunk.gradients)
 
     def _task_is_over(self, task: int) -> None:
         self._tasks.discard(task)
@@ -235,7 +267,7 @@ class BlockHooks:
         if self._tasks:
             for chunk in self._residency.chunks:
                 if chunk.graph_task is not None:
-                    self._end_backward(chunk)
+                    self._end_backward(chunk, whole=False)
             self._tasks.clear()
 
     def adopt_gradients(self, chunk: Chunk, accumulated: nn.Parameter | None = None) -> None:
@@ -249,8 +281,8 @@ class BlockHooks:
         known = {gradient.parameter for gradient in chunk.stored_gradients()}
         for parameter, name in chunk.names.items():
             gradient = parameter.grad
-            if gradient is None or parameter in known:
-                continue
+            if gradient is None or parameter in known or isinstance(gradient, GradientInTier):
+                continue  # the last: a step has used it up
             part_of_one = gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.storage_offset()
             if part_of_one or users(gradient) > 1 + (parameter is accumulated):
                 parameter.grad = (
@@ -277,6 +309,8 @@ class BlockHooks:
     def prefetch(self, *, patient: bool = False) -> None:
         """Load what is needed next, as far as there is room (`patient`: also what stores in flight will give); else the next
         event tries again."""
+        if self._steps is not None:
+            self._steps.advance()
         if self._next is None:
             return
         kind, chunk = self._next

@@ -21,6 +21,8 @@ class StateMetrics(MetricSet):
     """Time that forwards, backwards and steps waited for loads."""
     store_wait_seconds: float = counter(Unit.SECONDS, "waited for stores", ranks=Reduce.MAX)
     """Time that forwards, backwards and steps waited for stores to make room."""
+    step_wait_seconds: float = counter(Unit.SECONDS, "waited for the optimizer's thread", ranks=Reduce.MAX)
+    """Time that forwards, backwards and steps waited for chunks that the CPU steps."""
     prefetched_chunks: int = counter(Unit.COUNT)
     """Loads of a chunk that began before it was needed."""
     resident_bytes: int = gauge(Unit.BYTES, "on the device")

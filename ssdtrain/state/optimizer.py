@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.optim.optimizer import Optimizer
 from torch.utils._pytree import tree_iter, tree_map
 
 from ssdtrain.state.chunk import Chunk, Part, Where
+from ssdtrain.state.clip import clip_grad_norm
 from ssdtrain.state.hooks import BlockHooks
 from ssdtrain.state.options import Options
 from ssdtrain.state.residency import Residency
@@ -67,7 +68,6 @@ class ChunkedOptimizer:
         self.optimizer = optimizer
         self._residency = residency
         self._hooks = hooks
-        self._transfers = transfers
         self._store = store
         self._owner = {parameter: chunk for chunk in residency.chunks for parameter in chunk.parameters}
         self._plain = {name: getattr(type(optimizer), name) for name in _METHODS} | {
@@ -75,6 +75,9 @@ class ChunkedOptimizer:
         }
         self._fixed: dict[Chunk, int] = {}  # bytes of state that stays
         self._warned: set[str] = set()  # kinds of state that stay
+        self._state_transfers = transfers
+        self._state_device: torch.device | None = None  # None: that of its parameter
+        self._state_counts = True  # in the memory of the device
         self._torn: str | None = None  # what ended a load of optimizer state half way
         functions = {name: _method_of(self, name) for name in _METHODS}
         functions["step"] = Optimizer.profile_hook_step(functions["step"])
@@ -209,6 +212,8 @@ class ChunkedOptimizer:
 
     def adopt_state(self, chunk: Chunk) -> None:
         """Let tensors that the optimizer has made for `chunk`, which are in memory, come and go."""
+        if chunk.state.stays:
+            return
         known = {id(stored.tensor): stored for stored in chunk.state.tensors}
         kept: list[StoredTensor] = []
         fixed = 0
@@ -226,7 +231,7 @@ class ChunkedOptimizer:
                 if not isinstance(value, torch.Tensor):
                     continue
                 stored = known.pop(id(value), None)
-                if stored is None and value.numel() > 1 and value.device == parameter.device:
+                if stored is None and value.numel() > 1 and value.device == self._device_of(parameter):
                     if _is_a_loaded_one(value):  # its memory is not torch's to free
                         value = state[key] = value.clone()
                     if not is_movable(value):
@@ -241,7 +246,7 @@ class ChunkedOptimizer:
                     with signals_deferred():
                         slot = self._store.reserve(value.nbytes)
                         stored = StoredTensor(
-                            f"the optimizer's {key} of {name}", value, slot, self._transfers
+                            f"the optimizer's {key} of {name}", value, slot, self._state_transfers
                         )
                         chunk.state.tensors.append(stored)
                 if stored is not None:
@@ -251,17 +256,20 @@ class ChunkedOptimizer:
         with signals_deferred():
             chunk.state.tensors = kept
             for gone in known.values():
-                self._store.free(gone.slot)
-            self._residency.resize(chunk.state, sum(stored.nbytes for stored in kept))
-            self._residency.count_fixed(fixed - self._fixed.get(chunk, 0))
-            self._fixed[chunk] = fixed
+                self._free(gone)
+            if self._state_counts:
+                self._residency.resize(chunk.state, sum(stored.nbytes for stored in kept))
+                self._residency.count_fixed(fixed - self._fixed.get(chunk, 0))
+                self._fixed[chunk] = fixed
 
     def _stays(self, key: str, value: Any, parameter: nn.Parameter) -> int:
         """Return the bytes of what cannot leave the device."""
         nbytes = sum(
             leaf.nbytes
             for leaf in tree_iter(value)
-            if isinstance(leaf, torch.Tensor) and leaf.numel() > 1 and leaf.device == parameter.device
+            if isinstance(leaf, torch.Tensor)
+            and leaf.numel() > 1
+            and leaf.device == self._device_of(parameter)
         )
         if nbytes and key not in self._warned:
             self._warned.add(key)
@@ -272,6 +280,13 @@ class ChunkedOptimizer:
                 size_text(nbytes),
             )
         return nbytes
+
+    def _free(self, stored: StoredTensor) -> None:
+        assert stored.slot is not None
+        self._store.free(stored.slot)
+
+    def _device_of(self, parameter: nn.Parameter) -> torch.device:
+        return self._state_device or parameter.device
 
     def _forget_replaced(self, chunk: Chunk) -> None:
         """Drop tensors that are the optimizer's no more (`optimizer.state.clear()`)."""
@@ -285,8 +300,26 @@ class ChunkedOptimizer:
         with signals_deferred():
             for stored in chunk.state.tensors:
                 if id(stored.tensor) not in present:
-                    self._store.free(stored.slot)
+                    self._free(stored)
             chunk.state.tensors = [stored for stored in chunk.state.tensors if id(stored.tensor) in present]
+
+    def counting(self, microbatches: int) -> AbstractContextManager[None]:
+        """Return a context in which so many backwards make a step."""
+        return nullcontext()
+
+    # Clipping
+
+    def clip_grad_norm(
+        self,
+        parameters: Sequence[nn.Parameter],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
+    ) -> torch.Tensor:
+        """Clip as `torch.nn.utils.clip_grad_norm_`. See `ssdtrain.state.clip`."""
+        how = norm_type, error_if_nonfinite, foreach
+        return clip_grad_norm(parameters, self._residency, self._hooks, max_norm, *how)[0]
 
     # State dicts
 
@@ -392,7 +425,7 @@ class ChunkedOptimizer:
         self._residency.wait()
         with signals_deferred():
             for stored in part.tensors:
-                self._store.free(stored.slot)
+                self._free(stored)
             part.tensors = []
 
 

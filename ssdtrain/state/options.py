@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["Options", "check_own", "own_numbers"]
+__all__ = ["Options", "check_own", "copied_options", "different_options", "own_numbers"]
 
 _ABSENT = object()
 
@@ -47,22 +47,15 @@ class Options:
                 continue
             now = _options(group)
             left = self._left[at]
-            for key in () if left is None else left.keys() | now.keys():
-                if not _equal(left.get(key, _ABSENT), now.get(key, _ABSENT)):  # type: ignore[union-attr]
-                    raise RuntimeError(
-                        self._why(key, "comes out of a step differently for different parameters")
-                    )
+            if left is not None and (different := different_options(left, now)):
+                why = "comes out of a step differently for different parameters"
+                raise RuntimeError(self._why(min(different), why))
             self._left[at] = now
             _put(group, self._before[at])
 
     def finish(self) -> None:
         """End the step: the groups have what the parts have left."""
-        changed = {
-            key
-            for before, left in zip(self._before, self._left, strict=True)
-            for key in (() if left is None else left.keys() | before.keys())
-            if not _equal(before.get(key, _ABSENT), left.get(key, _ABSENT))  # type: ignore[union-attr]
-        }
+        changed = self.changed()
         for group, left in zip(self._groups, self._left, strict=True):
             if left is not None:
                 _put(group, left)
@@ -70,6 +63,16 @@ class Options:
                 raise RuntimeError(
                     self._why(min(changed), "is changed by a step, and one group has no gradient")
                 )
+
+    def changed(self) -> set[str]:
+        """Return the names of options that a part of the step has changed."""
+        pairs = zip(self._before, self._left, strict=True)
+        return {key for before, left in pairs if left is not None for key in different_options(before, left)}
+
+    def refuse_changes(self) -> None:
+        """Raise RuntimeError if a part of the step has changed an option."""
+        if changed := self.changed():
+            raise RuntimeError(self._why(min(changed), "is changed by a step"))
 
     def _why(self, key: str, what: str) -> str:
         return (
@@ -91,12 +94,11 @@ def own_numbers(optimizer: Optimizer) -> dict[str, int | float]:
 def check_own(optimizer: Optimizer, before: Mapping[str, int | float]) -> None:
     """Raises RuntimeError: a counter of the optimizer itself has moved."""
     now = own_numbers(optimizer)
-    for name in now.keys() | before.keys():
-        if not _equal(now.get(name, _ABSENT), before.get(name, _ABSENT)):
-            raise RuntimeError(
-                f"{type(optimizer).__name__} cannot be used with the config section state: a step changes its attribute {name}, "
-                "and would change it once for every chunk: use an optimizer that counts in the state of its parameters"
-            )
+    for name in different_options(now, before):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} cannot be used with the config section state: a step changes its attribute {name}, "
+            "and would change it once for every chunk: use an optimizer that counts in the state of its parameters"
+        )
 
 
 def _is_number(value: Any) -> bool:
@@ -108,6 +110,21 @@ def _options(group: Mapping[str, Any]) -> dict[str, Any]:
         key: copy.deepcopy(value) if isinstance(value, list | dict | set) else value
         for key, value in group.items()
         if key != "params" and not isinstance(value, torch.Tensor)
+    }
+
+
+def copied_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group as they are now, also those that are tensors, which are copied to host memory."""
+    tensors = {key: value for key, value in group.items() if isinstance(value, torch.Tensor)}
+    return _options(group) | {key: value.detach().to("cpu", copy=True) for key, value in tensors.items()}
+
+
+def different_options(options: Mapping[str, Any], others: Mapping[str, Any]) -> set[str]:
+    """Return the names of those that are not equal, or that one of the two lacks."""
+    return {
+        key
+        for key in options.keys() | others.keys()
+        if not _equal(options.get(key, _ABSENT), others.get(key, _ABSENT))
     }
 
 

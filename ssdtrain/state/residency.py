@@ -4,8 +4,9 @@ Nothing here runs on a thread of its own. Where backward runs on another thread 
 
 Note: [Room]
     A part counts from the start of its load until its memory is freed, which in host memory is when its stores have ended. A
-    load that is needed makes room: it frees what has left, evicts the chunk that was used longest ago, and waits for stores.
-    A prefetch only takes what is free without waiting. If chunks in use leave no room (their backward has not given all
+    load that is needed makes room: it frees what has left, evicts the chunk that was used longest ago, waits for stores, and for
+    the optimizer's thread. A prefetch only takes what is free without waiting, and evicts nothing that is there ahead of its use.
+    If chunks in use leave no room (their backward has not given all
     gradients), the limit is exceeded, with one warning: training goes on.
 
 Note: [Parts after an interrupt]
@@ -22,7 +23,7 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from ssdtrain.state.chunk import Chunk, Part, StoredGradient, Where
+from ssdtrain.state.chunk import Chunk, Part, PendingStep, StoredGradient, Where
 from ssdtrain.state.metrics import StateMetrics
 from ssdtrain.storage import IOFailure, signals_deferred
 from ssdtrain.text import size_text
@@ -39,6 +40,9 @@ class Residency:
         chunks: those that come and go, in the order of execution.
         limit: bytes in memory at most, with `fixed`.
         fixed: bytes of what stays.
+
+    Attributes:
+        running: steps that the optimizer's thread has, the first begun first: their chunks are in memory until they are finished.
     """
 
     def __init__(self, chunks: Sequence[Chunk], limit: int, fixed: int, metrics: StateMetrics) -> None:
@@ -47,6 +51,7 @@ class Residency:
         self._limit = limit
         self._recent = OrderedDict.fromkeys(chunks)  # the one used longest ago first
         self._leaving: list[Part] = []
+        self.running: list[PendingStep] = []
         self._warned = False
         metrics.limit_bytes = limit
         self._count(fixed)
@@ -150,6 +155,8 @@ class Residency:
         """Bring `parts` of `chunk` into memory; it is the chunk used last."""
         self._recent.move_to_end(chunk)
         chunk.ahead = False
+        if chunk.pending is not None:
+            chunk.pending.finish()
         for part in parts:
             self.begin(part, chunk)
         for part in parts:
@@ -158,6 +165,8 @@ class Residency:
     def prefetch(self, chunk: Chunk, *parts: Part, patient: bool = False) -> bool:
         """Begin to load `parts` as far as there is room. Returns whether all have begun."""
         self._recent.move_to_end(chunk)
+        if chunk.pending is not None:
+            return chunk.pending.begin(required=False)
         away = [part for part in parts if part.where is Where.AWAY]
         begun = all(self.begin(part, chunk, required=False, patient=patient) for part in parts)
         if not chunk.ahead and any(part.tensors and part.where is Where.LOADING for part in away):
@@ -184,7 +193,7 @@ class Residency:
     def release(self, part: Part) -> None:
         """Let `part` go: its memory is freed when what has changed is stored."""
         self.finish(part)
-        if part.where is not Where.HERE:
+        if part.where is not Where.HERE or part.stays:
             return
         self.write(part)
         with signals_deferred():
@@ -194,6 +203,22 @@ class Residency:
             self._leaving.append(part)
         self._free_what_has_left()
 
+    def forget(self, part: Part) -> None:
+        """Free the memory of `part`, whose bytes nobody needs any more, or others have."""
+        for tensor in part.tensors:
+            tensor.abandon()
+            tensor.wait_for_store()
+        with signals_deferred():
+            for tensor in part.tensors:
+                if tensor.in_memory:
+                    tensor.hide()
+                    tensor.free()
+            if part in self._leaving:
+                self._leaving.remove(part)
+            if part.counts:
+                self._count(-part.nbytes)
+            part.where = Where.AWAY
+
     def settle(self, part: Part) -> None:
         """Wait for the stores of `part`, which is in memory and will be written."""
         for tensor in part.tensors:
@@ -202,7 +227,7 @@ class Residency:
     def scale_gradients(self, chunk: Chunk, factor: torch.Tensor) -> None:
         """Multiply the gradients of `chunk`: those in memory now, the others when they are loaded."""
         for gradient in chunk.stored_gradients():
-            gradient.scales.append(factor.to(gradient.tensor.device))
+            gradient.scales.append(factor)
         if chunk.gradients.where is Where.HERE:
             self._apply_scales(chunk.gradients)
 
@@ -222,6 +247,8 @@ class Residency:
         """
         peak = self.metrics.resident_peak_bytes
         self._limit = 1 << 62
+        if chunk.pending is not None:
+            chunk.pending.finish()
         lost = self._lost_writes(part)
         self.begin(part, chunk)
         self.finish(part)
@@ -257,12 +284,17 @@ class Residency:
             if self._free_what_has_left():
                 continue
             if sum(part.nbytes for part in self._waiting()) < excess:
-                victim = next((each for each in self._recent if each is not chunk and _may_leave(each)), None)
+                others = (each for each in self._recent if each is not chunk and _may_leave(each))
+                # What was loaded ahead is needed before what would take its place.
+                victim = next((each for each in others if required or not each.ahead), None)
                 if victim is not None:
                     self._evict(victim)
                     continue
             if patient and self._waiting():
                 self._wait_for_oldest()
+                continue
+            if patient and self.running:
+                self.running[0].finish()
                 continue
             if not required:
                 return False
@@ -345,4 +377,6 @@ class Residency:
 
 
 def _may_leave(chunk: Chunk) -> bool:
-    return not chunk.in_use and any(part.where in (Where.HERE, Where.LOADING) for part in chunk.parts)
+    return not chunk.in_use and any(
+        part.where in (Where.HERE, Where.LOADING) and not part.stays for part in chunk.parts
+    )

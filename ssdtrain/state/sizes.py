@@ -24,14 +24,18 @@ def plain_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return step
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
+def state_bytes(optimizer: torch.optim.Optimizer, *, on_a_thread: bool = False) -> dict[nn.Parameter, int]:
     """Return the bytes that `optimizer` keeps for each of its parameters.
 
     Where it has none yet, it makes a step on a small parameter of the same type, with the options of the group, whose traces are
     removed.
 
+    Args:
+        on_a_thread: its steps are to be made beside the training loop.
+
     Raises:
-        RuntimeError: it cannot make a step on the small parameter, or would count the parts of a step as steps.
+        RuntimeError: it cannot make a step on the small parameter, or would count the parts of a step as steps; or a step that is
+            to be made on a thread changes options or draws random numbers.
     """
     needed: dict[nn.Parameter, int] = {}
     for group in optimizer.param_groups:
@@ -41,7 +45,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
             if not state:
                 key = parameter.dtype, parameter.device, parameter.dim()
                 if key not in tried:
-                    tried[key] = _try(optimizer, group, parameter)
+                    tried[key] = _try(optimizer, group, parameter, on_a_thread)
                 fixed, per_element = tried[key]
                 needed[parameter] = fixed + per_element * parameter.numel()
             else:
@@ -49,7 +53,9 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
     return needed
 
 
-def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter) -> tuple[int, int]:
+def _try(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.Parameter, on_a_thread: bool
+) -> tuple[int, int]:
     """Return the bytes of a parameter's state in all, and for each element."""
     small = nn.Parameter(
         torch.zeros([_SIDE] * parameter.dim(), dtype=parameter.dtype, device=parameter.device)
@@ -60,6 +66,7 @@ def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.
     alone["params"] = [small]
     optimizer.param_groups = [alone]
     options, attributes = Options(optimizer), dict(vars(optimizer))
+    drawn = torch.get_rng_state() if on_a_thread else None
     try:
         plain_step(type(optimizer))(optimizer)
         state = optimizer.state.pop(small, {})
@@ -68,6 +75,13 @@ def _try(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: nn.
         raise RuntimeError(f"{why}: {error}") from error
     else:
         options.end_part([True])
+        if drawn is not None:
+            options.refuse_changes()
+            if not torch.equal(drawn, torch.get_rng_state()):
+                raise RuntimeError(
+                    f'{type(optimizer).__name__} cannot be used with state.optimizer "cpu": a step draws random numbers, whose '
+                    'order would depend on the time of a thread: use state.optimizer "device"'
+                )
     finally:
         optimizer.state.pop(small, None)
         vars(optimizer).clear()

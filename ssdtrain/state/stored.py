@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain.state.transfers import StateTransfer, StateTransfers, failure_of
+from ssdtrain.state.transfers import HostCopy, StateTransfer, StateTransfers, failure_of
 from ssdtrain.storage import Slot, signals_deferred
 
 __all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "checksum", "is_movable", "users"]
@@ -76,7 +76,7 @@ class StoredTensor:
     Args:
         name: for errors.
         tensor: in memory, see `is_movable`. It stays the same object, and so does its storage.
-        slot: of its size.
+        slot: of its size; None: it never leaves memory.
         transfers: of its device.
         watched: bytes may be changed past the version counter (through `.data`): they are compared by a checksum before they are
             taken to be those of the slot.
@@ -106,7 +106,13 @@ class StoredTensor:
     )
 
     def __init__(
-        self, name: str, tensor: torch.Tensor, slot: Slot, transfers: StateTransfers, *, watched: bool = False
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        slot: Slot | None,
+        transfers: StateTransfers,
+        *,
+        watched: bool = False,
     ) -> None:
         self.name = name
         self.tensor = tensor
@@ -165,6 +171,7 @@ class StoredTensor:
         if self._watched:
             with torch.inference_mode(False):
                 self._sum = checksum(self._storage)
+        assert self.slot is not None
         self._store = self._transfers.store(self.slot, self._storage)
         self.in_slot = True
 
@@ -246,6 +253,7 @@ class StoredTensor:
             return 0
         self.wait_for_store()
         self._transfers.make_room(self.nbytes)
+        assert self.slot is not None
         with signals_deferred():
             try:
                 self._load = self._transfers.load(self.slot, self._storage)
@@ -289,12 +297,29 @@ class StoredTensor:
         if not self.away:
             return
         with signals_deferred(), torch.inference_mode(False):  # what is evaluated now is trained later
-            if self._watched and self._sum is None:
+            if self._watched and self._sum is None and self.in_slot:
                 self._sum = checksum(self._storage)
             shown = torch.empty(0, dtype=self._hidden.dtype, device=self._hidden.device)
             self.tensor.data = shown.set_(self._storage, 0, *self._geometry)
             self._version = self.tensor._version
             self.away = False
+
+    # The optimizer's thread
+
+    def to_host(self) -> HostCopy:
+        """Return the bytes in host memory, where the thread steps them: the memory itself, which `wait_for_load` completes, or
+        else a copy of what is in memory or in the slot."""
+        self.wait_for_store()
+        return self._transfers.to_host(self.slot, self._storage, self._hidden.dtype, *self._geometry)
+
+    def take(self, stepped: HostCopy) -> None:
+        """Take the bytes that the thread has stepped, which are those of the tensor from now on."""
+        self.in_slot, self._sum, self._version = False, None, self.tensor._version
+        if not self._transfers.frees_at_once:
+            return
+        assert self.slot is not None
+        self._store = self._transfers.store_host(self.slot, stepped)
+        self.in_slot = True
 
     def differs(self) -> torch.Tensor | None:
         """Return a flag on the device: the bytes are others than those of the slot, though no version counter has moved. None: a

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
@@ -13,7 +14,7 @@ from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 
-__all__ = ["InPlace", "Staged", "StateTransfer", "StateTransfers", "failure_of"]
+__all__ = ["HostCopy", "InPlace", "Staged", "StateTransfer", "StateTransfers", "failure_of"]
 
 
 class StateTransfer(Protocol):
@@ -59,6 +60,47 @@ class StateTransfers(Protocol):
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer: ...
 
+    def to_host(
+        self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
+    ) -> HostCopy:
+        """Return the bytes of `storage`, or those of `slot` where it is empty, in host memory.
+
+        Args:
+            geometry: shape and strides of the tensor.
+        """
+
+    def store_host(self, slot: Slot, copy: HostCopy) -> StateTransfer:
+        """Store bytes that `to_host` gave, and that were changed since."""
+
+    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
+        """Give a storage the bytes that `to_host` gave of it, and that were changed since."""
+
+
+class HostCopy:
+    """Bytes of a tensor in host memory.
+
+    Args:
+        tensor: shows them.
+        wait: blocks until they are there; any thread may call it.
+        buffer: whose memory it is; None: that of the tensor of which this is no copy.
+    """
+
+    def __init__(
+        self,
+        tensor: torch.Tensor,
+        wait: Callable[[], object] = lambda: None,
+        buffer: _HostBuffer | None = None,
+    ) -> None:
+        self.tensor = tensor
+        self.wait = wait
+        self.buffer = buffer
+
+    def release(self) -> None:
+        """Give the buffer back: its bytes are not needed any more."""
+        if self.buffer is not None:
+            self.buffer.release()
+            self.buffer = None
+
 
 class _Direct:
     """An operation on the memory of a storage, which it keeps."""
@@ -100,6 +142,25 @@ class InPlace:
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         return _Direct(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
+
+    def to_host(
+        self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
+    ) -> HostCopy:
+        return HostCopy(_shown(storage, dtype, *geometry))
+
+    def store_host(self, slot: Slot, copy: HostCopy) -> StateTransfer:
+        return self.store(slot, copy.tensor.untyped_storage())
+
+    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
+        return None
+
+    def of_host(self) -> InPlace:
+        """Return the transfers of host memory through the same tiers."""
+        return self
+
+
+def _shown(storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]) -> torch.Tensor:
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, *geometry)
 
 
 class _HostBuffer:
@@ -178,6 +239,39 @@ class Staged:
         finally:
             self._busy.append((operation, copied, buffer))
         return _Direct(operation, storage)
+
+    def to_host(
+        self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
+    ) -> HostCopy:
+        nbytes = storage.nbytes() if slot is None else slot.nbytes
+        buffer = _HostBuffer(self._arena.acquire(nbytes), nbytes)
+        address = buffer.tensor.data_ptr()
+        wait: Callable[[], object] = lambda: None  # noqa: E731
+        if storage.nbytes():
+            copied = self._device.copy_to_host(storage.data_ptr(), address, nbytes)
+            if copied is not None:
+                self._device.wait(copied)
+                wait = partial(self._device.block, copied)
+        else:
+            assert slot is not None
+            wait = self._store.read(slot, address, memory=buffer).wait
+        return HostCopy(_shown(buffer.tensor.untyped_storage(), dtype, *geometry), wait, buffer)
+
+    def store_host(self, slot: Slot, copy: HostCopy) -> StateTransfer:
+        assert copy.buffer is not None
+        buffer, copy.buffer = copy.buffer, None
+        operation = self._store.write(slot, buffer.tensor.data_ptr(), verify=self._verify)
+        self._busy.append((operation, None, buffer))
+        return _Direct(operation, copy.tensor.untyped_storage())
+
+    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
+        assert copy.buffer is not None
+        buffer, copy.buffer = copy.buffer, None
+        self.copy_in(buffer, storage)
+
+    def of_host(self) -> InPlace:
+        """Return the transfers of host memory through the same tiers."""
+        return InPlace(self._store, verify=self._verify)
 
     def copy_in(self, buffer: _HostBuffer, storage: torch.UntypedStorage) -> None:
         """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""

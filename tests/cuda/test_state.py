@@ -8,8 +8,9 @@ import emulated_cuda
 import pytest
 import torch
 
-from tests.state import test_equality
+from tests.state import test_equality, test_vertical
 from tests.state.conftest import Attach
+from tests.state.training import Recipe, adamw, make_model, run, same
 
 
 @pytest.fixture
@@ -54,3 +55,83 @@ def test_equal_with_activations_offloaded(device: torch.device, attach: Attach) 
 def test_equal_where_only_one_chunk_fits(device: torch.device, attach: Attach) -> None:
     with device:
         test_equality.test_equal_where_only_one_chunk_fits(attach)
+
+
+class OnTheCpu:
+    """The optimizer of a run without chunks and without overlap: parameters of blocks are stepped by torch's fused AdamW on the
+    CPU, on copies, the others on the device. Takes the place of an optimizer in `run`."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        named = dict(model.named_parameters())
+        blocks = [named[name] for name in named if name.startswith("layers.") and named[name].nbytes >= 256]
+        self.copies = {
+            parameter: torch.nn.Parameter(parameter.detach().to("cpu", copy=True)) for parameter in blocks
+        }
+        self.parameters = list(named.values())
+        self.cpu = torch.optim.AdamW(self.copies.values(), lr=1e-2, fused=True)
+        others = [parameter for parameter in self.parameters if parameter not in self.copies]
+        self.device = torch.optim.AdamW(others, lr=1e-2)
+
+    def step(self) -> None:
+        for parameter, copy in self.copies.items():
+            copy.grad = parameter.grad.to("cpu", copy=True)
+        self.cpu.step()
+        self.device.step()
+        with torch.no_grad():
+            for parameter, copy in self.copies.items():
+                parameter.copy_(copy)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+    def state(self) -> list[dict[str, torch.Tensor]]:
+        return [
+            self.cpu.state[self.copies[parameter]]
+            if parameter in self.copies
+            else self.device.state[parameter]
+            for parameter in self.parameters
+        ]
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("place", ["ssd", "host", "kept"])
+@pytest.mark.parametrize("clip", ["exact", "none"])
+def test_equal_with_steps_on_the_cpu(clip: str, place: str, device: torch.device, attach: Attach) -> None:
+    recipe = Recipe(clip=0.5 if clip == "exact" else None, microbatches=2)
+    with device:
+        twin = make_model()
+        reference = OnTheCpu(twin)
+        losses = run(recipe, twin, reference)
+        model = make_model()
+        optimizer = adamw(model.parameters())
+        options = {"tier": "ssd" if place == "ssd" else "host", "clip": clip}
+        options |= {"microbatches": 2} if clip == "none" else {}
+        if place == "kept":
+            options["device_limit"] = sum(parameter.nbytes for parameter in model.parameters()) * 3 // 2
+        runtime = attach(model, optimizer, optimizer_on="cpu", **options)
+        assert (runtime.state.plan.persistent, runtime.state.plan.kept) == (0, 8 if place == "kept" else 0)
+        assert run(recipe, model, optimizer, runtime) == losses
+        assert same(dict(model.state_dict()), dict(twin.state_dict()))
+        assert same(list(optimizer.state_dict()["state"].values()), reference.state())
+        values = runtime.statistics().values()
+        assert values["state/resident_peak_bytes"] <= values["state/limit_bytes"]
+        runtime.close()
+        assert same(dict(model.state_dict()), dict(twin.state_dict()))
+        assert same(list(optimizer.state_dict()["state"].values()), reference.state())
+        state = optimizer.state[model.layers[0].up.weight]
+        assert state["exp_avg"].device == device
+        assert state["step"].device.type == "cpu"
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("recompute", [None, "each"])
+def test_equal_block_by_block(recompute: str | None, device: torch.device, attach: Attach) -> None:
+    with device:
+        test_vertical.test_equal_to_the_bit({}, recompute, attach)
+
+
+@pytest.mark.usefixtures("later")
+def test_accumulation_block_by_block_on_another_stream(device: torch.device, attach: Attach) -> None:
+    with device, torch.cuda.stream(torch.cuda.Stream()):
+        test_vertical.test_equal_with_autocast_and_activations_offloaded(attach)

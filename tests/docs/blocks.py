@@ -95,6 +95,10 @@ RUN_BY = {
     ("docs/compact.md", "model = peft"): Ran("tests/compact/test_adapters.py::test_the_example_of_the_page"),
     ("docs/endurance.md", '"offload"'): IS_A_CONFIG,
     ("docs/state.md", "optimizer ="): Ran(f"{BLOCKS}::test_model_state", "the directory and the limit"),
+    ("docs/state.md", "config ="): Ran(
+        f"{BLOCKS}::test_model_state_on_the_cpu", "the directory and the limit"
+    ),
+    ("docs/state.md", "losses ="): Ran(f"{BLOCKS}::test_model_state_on_the_cpu"),
     ("docs/config.md", "invalid SSDTrain config"): Ran(f"{CONFIG}::test_the_page_is_what_the_schema_says"),
     ("docs/config.md", "{"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),
     ("docs/config.md", "offload:"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),

@@ -221,20 +221,21 @@ def test_automatic_plans(tmp_path: Path) -> None:
         names["runtime"].close()
 
 
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(6)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x
+
+
 def test_model_state(tmp_path: Path) -> None:
     import ssdtrain
 
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(6)])
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = layer(x).relu()
-            return x
-
-    model = Model()
+    model = Blocks()
     before = model.layers[3].weight.clone()
     batches = [torch.randn(4, 256) for _ in range(2)]
     change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
@@ -247,6 +248,25 @@ def test_model_state(tmp_path: Path) -> None:
         model=model,
         batches=batches,
     )
+    assert not torch.equal(model.layers[3].weight, before)
+
+
+def test_model_state_on_the_cpu(tmp_path: Path) -> None:
+    import ssdtrain
+
+    model = Blocks()
+    before = model.layers[3].weight.clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    microbatches = [torch.randn(4, 256) for _ in range(8)]
+    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
+    names = {"model": model, "optimizer": optimizer}
+    found = run("docs/state.md", "config", change=change, ssdtrain=ssdtrain, **names)
+    runtime = found["runtime"]
+    assert (
+        len(run("docs/state.md", "losses", runtime=runtime, microbatches=microbatches, **names)["losses"])
+        == 8
+    )
+    runtime.close()
     assert not torch.equal(model.layers[3].weight, before)
 
 

@@ -39,8 +39,11 @@ def attach(tmp_path: Path) -> Iterator[Attach]:
         faults: Faults | None = None,
         staged: bool | None = None,
         offload: dict[str, Any] | None = None,
+        optimizer_on: str = "device",
         **options: Any,
     ) -> Runtime:
+        if optimizer_on != "device":
+            options["optimizer"] = optimizer_on
         options.setdefault("min_bytes", 256)
         options |= {"directories": str(tmp_path / "state")} if tier == "ssd" else {"host": "64MiB"}
         config: dict[str, Any] = {"state": options, "report": {"interval": 0}}

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ssdtrain.runtime import Runtime
-from ssdtrain.state import checkpoints, chunk, hooks, optimizer, residency, stored, transfers
+from ssdtrain.state import checkpoints, chunk, hooks, host_steps, optimizer, residency, stored, transfers
 from ssdtrain.storage import arena, slot, store
 from ssdtrain.storage.signal_safe_lock import _native
 from tests.state.conftest import Attach
@@ -20,7 +20,7 @@ from tests.support.bytecodes import Before, count_bytecodes
 
 pytestmark = pytest.mark.skipif(_native is None, reason="the C extension was not built")
 
-MODULES = (checkpoints, chunk, hooks, optimizer, residency, stored, transfers, arena, slot, store)
+MODULES = (checkpoints, chunk, hooks, host_steps, optimizer, residency, stored, transfers, arena, slot, store)
 LAYERS = 3
 
 
@@ -52,22 +52,23 @@ def drop_what_torch_queued() -> None:
 class Training:
     """A model whose blocks come and go, and the same without."""
 
-    def __init__(self, attach: Attach, *, staged: bool, lr: float = 1e-2) -> None:
+    def __init__(self, attach: Attach, *, staged: bool, lr: float = 1e-2, **options: Any) -> None:
         self.model, self.plain = make_model(layers=LAYERS), make_model(layers=LAYERS)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
-        self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=lr)
-        self.runtime: Runtime = attach(self.model, self.optimizer, staged=staged)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr, fused=True)
+        self.plain_optimizer = torch.optim.AdamW(self.plain.parameters(), lr=lr, fused=True)
+        self.runtime: Runtime = attach(self.model, self.optimizer, staged=staged, **options)
+        self.clips = options.get("clip") != "none"
         self.batch = batches(1)[0]
         self.step()
 
     def gradients(self) -> float:
         """Forward, backward and clipping; the gradients are in the tier afterwards, with a factor. Returns their norm."""
         loss_of(self.model, self.batch).backward()
-        return self.runtime.state.clip_grad_norm_(0.1).item()
+        return self.runtime.state.clip_grad_norm_(0.1).item() if self.clips else 0.0
 
     def plain_gradients(self) -> float:
         loss_of(self.plain, self.batch).backward()
-        return torch.nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1).item()
+        return torch.nn.utils.clip_grad_norm_(self.plain.parameters(), 0.1).item() if self.clips else 0.0
 
     def forget(self) -> None:
         drop_what_torch_queued()
@@ -98,6 +99,7 @@ def moments(count: int, wanted: int) -> range:
 
 
 ways = pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
+steppers = pytest.mark.parametrize("options", [{}, {"optimizer_on": "cpu"}], ids=["device", "cpu"])
 some_or_many = pytest.mark.parametrize(
     "wanted", [pytest.param(40, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.long)]
 )
@@ -105,10 +107,11 @@ some_or_many = pytest.mark.parametrize(
 
 @some_or_many
 @ways
+@steppers
 def test_after_ctrl_c_at_any_bytecode_state_dicts_are_right_and_training_goes_on(
-    staged: bool, wanted: int, attach: Attach
+    options: dict[str, Any], staged: bool, wanted: int, attach: Attach
 ) -> None:
-    training = Training(attach, staged=staged)
+    training = Training(attach, staged=staged, **options)
     norm = training.plain_gradients()
     training.forget()
 
@@ -129,11 +132,16 @@ def test_after_ctrl_c_at_any_bytecode_state_dicts_are_right_and_training_goes_on
 
 @some_or_many
 @ways
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"optimizer_on": "cpu"}, {"optimizer_on": "cpu", "clip": "none"}],
+    ids=["device", "cpu", "cpu-in-backward"],
+)
 def test_ctrl_c_at_any_bytecode_of_a_step_or_a_state_dict_loses_no_parameter(
-    staged: bool, wanted: int, attach: Attach
+    options: dict[str, Any], staged: bool, wanted: int, attach: Attach
 ) -> None:
     """With a learning rate of 0 every step leaves the parameters as they are; those that an interrupted one came to, too."""
-    training = Training(attach, staged=staged, lr=0.0)
+    training = Training(attach, staged=staged, lr=0.0, **options)
 
     def run() -> None:
         training.gradients()
@@ -144,6 +152,7 @@ def test_ctrl_c_at_any_bytecode_of_a_step_or_a_state_dict_loses_no_parameter(
     groups = [list(group["params"]) for group in training.optimizer.param_groups]
     for number in moments(count_bytecodes(run, MODULES), wanted):
         if interrupted(run, number):
+            training.optimizer.step()  # where the backward has begun to step
             training.forget()
         assert [group["params"] for group in training.optimizer.param_groups] == groups
         assert same(training.model.state_dict(), training.plain.state_dict()), number

@@ -1,0 +1,290 @@
+"""Model state with the optimizer on the CPU, beside DeepSpeed's ZeRO-Offload and beside the section `state` without it.
+
+    python -m benchmarks.protrain --json
+
+All train the same GPT in float32 with AdamW, in one process, and take steps in turn. Against ZeRO-Offload (stage 2, one rank,
+CPUAdam, buckets of a block) the limit on the device is what that keeps there: parameters and two buckets of gradients; gradients
+and optimizer state are in host memory in both. Against the section `state` all blocks are on the drive, and two at a time in
+memory. On a CPU the device's memory is host memory, too: what is compared is the work that each does, not a link.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ssdtrain
+from benchmarks.common import finish, hardware, parser
+from benchmarks.models import GPT, gpt
+from ssdtrain.runtime import Runtime
+from ssdtrain.tools.bench.ratios import interval, paired_ratio
+
+LR = 1e-4
+
+
+class Way:
+    """A model of its own and a step with it.
+
+    Attributes:
+        losses: of all steps, as hex.
+        seconds: of all steps.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        torch.manual_seed(0)
+        self.model: GPT = gpt(
+            layers=arguments.layers, hidden=arguments.hidden, heads=8, sequence=arguments.sequence
+        )
+        self.losses: list[str] = []
+        self.seconds: list[float] = []
+
+    def step(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        began = time.perf_counter()
+        losses = self.train(microbatches)
+        self.seconds.append(time.perf_counter() - began)
+        self.losses += [loss.item().hex() for loss in losses]
+
+    def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+
+def loss_of(model: nn.Module, microbatch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    loss: torch.Tensor = model(*microbatch)
+    return loss
+
+
+class OurWay(Way):
+    """torch's fused AdamW, with the section `state` or without.
+
+    Args:
+        state: the section; None: none.
+        clip: norm of gradients.
+        vertical: microbatches run block by block.
+    """
+
+    def __init__(
+        self,
+        arguments: Any,
+        state: dict[str, Any] | None = None,
+        clip: float | None = None,
+        *,
+        vertical: bool = False,
+    ) -> None:
+        super().__init__(arguments)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+        self.clip, self.vertical = clip, vertical
+        self.runtime: Runtime | None = None
+        if state is not None:
+            config = {"state": state, "report": {"interval": 0}}
+            self.runtime = ssdtrain.attach(self.model, config, optimizer=self.optimizer)
+
+    def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        if self.vertical:
+            assert self.runtime is not None
+            losses = self.runtime.accumulate(self.model, microbatches, loss_of)
+        else:
+            losses = []
+            for microbatch in microbatches:
+                losses.append(loss_of(self.model, microbatch))
+                losses[-1].backward()
+        if self.clip is not None:
+            if self.runtime is None or self.runtime.state is None:
+                torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+            else:
+                self.runtime.state.clip_grad_norm_(self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return losses
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written so far."""
+        assert self.runtime is not None
+        found = self.runtime.statistics()
+        assert found is not None
+        values = found.values()
+        return int(values["state/loaded_bytes"]), int(values["state/stored_bytes"])
+
+    def close(self) -> None:
+        if self.runtime is not None:
+            self.runtime.close()
+
+
+class ZeroOffload(Way):
+    """DeepSpeed's ZeRO stage 2 with gradients and optimizer state in host memory."""
+
+    def __init__(self, arguments: Any, clip: float = 0.0) -> None:
+        import deepspeed
+
+        super().__init__(arguments)
+        block = sum(parameter.numel() for parameter in self.model.blocks[0].parameters())
+        config = {
+            "train_micro_batch_size_per_gpu": arguments.batch,
+            "zero_optimization": {
+                "stage": 2,
+                "offload_optimizer": {"device": "cpu"},
+                "reduce_bucket_size": block,
+                "overlap_comm": False,
+            },
+            "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
+            "gradient_clipping": clip,
+            "steps_per_print": 10**9,
+        }
+        self.engine, *_ = deepspeed.initialize(model=self.model, config=config)
+
+    def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        (microbatch,) = microbatches
+        loss = self.engine(*microbatch)
+        self.engine.backward(loss)
+        self.engine.step()
+        return [loss]
+
+
+def take_turns(ways: dict[str, Way], microbatches: Sequence[Any], arguments: Any) -> dict[str, list[float]]:
+    """Run `arguments.pairs` rounds after two that warm up. Returns the seconds of each way."""
+    for turn in range(arguments.pairs + 2):
+        names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
+        for name in names:
+            ways[name].step(microbatches)
+    return {name: way.seconds[2:] for name, way in ways.items()}
+
+
+def compare(figures: dict[str, Any], name: str, theirs: Sequence[float], ours: Sequence[float]) -> None:
+    """Add the throughput over another way, with its 95% interval."""
+    figures[name] = paired_ratio(theirs, ours)
+    low, high = interval([a / b for a, b in zip(theirs, ours, strict=True)])
+    figures |= {f"{name}_low": low, f"{name}_high": high}
+
+
+def on_one_rank(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run `body` with DeepSpeed as a job of one rank."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute, and not needed
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    figures = body() | {"deepspeed": deepspeed.__version__}
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return figures
+
+
+def against_zero_offload(arguments: Any, microbatches: Sequence[Any]) -> dict[str, Any]:
+    """Compare with gradients and optimizer state in host memory, without clipping and with it."""
+    model = Way(arguments).model
+    whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
+    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    limit = whole // 4 + 2 * block
+    state = {"optimizer": "cpu", "host": 2 * whole, "device_limit": limit}
+    ways: dict[str, Way] = {
+        "ours": OurWay(arguments, {**state, "clip": "none"}),
+        "zero": ZeroOffload(arguments),
+        "ours clipped": OurWay(arguments, state, 1.0),
+        "zero clipped": ZeroOffload(arguments, 1.0),
+        "plain": OurWay(arguments),
+        "plain clipped": OurWay(arguments, None, 1.0),
+    }
+    seconds = take_turns(ways, microbatches, arguments)
+    equal = [ways[name].losses == ways[f"plain{name[4:]}"].losses for name in ("ours", "ours clipped")]
+    figures: dict[str, Any] = {"bits_equal": all(equal), "device_limit_of_state": limit / whole}
+    compare(figures, "throughput_over_zero_offload", seconds["zero"], seconds["ours"])
+    compare(figures, "throughput_over_zero_offload_clipped", seconds["zero clipped"], seconds["ours clipped"])
+    compare(figures, "throughput_over_plain", seconds["plain"], seconds["ours"])
+    for name in ("ours", "zero", "plain"):
+        figures[f"step_seconds_{name}_in_host_memory"] = statistics.median(seconds[name])
+    for way in ways.values():
+        if isinstance(way, OurWay):
+            way.close()
+    return figures
+
+
+def against_plain_state(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dict[str, Any]:
+    """Compare with the steps on the device, on the drive within the default limit of two chunks."""
+    state = {"directories": str(directory)}
+    ours = OurWay(arguments, {**state, "optimizer": "cpu", "clip": "none"})
+    exact = OurWay(arguments, {**state, "optimizer": "cpu"})
+    device, plain = OurWay(arguments, state), OurWay(arguments)
+    ways: dict[str, Way] = {"ours": ours, "exact": exact, "device": device, "plain": plain}
+    for way in ways.values():
+        way.step(microbatches)
+    before = {way: way.moved() for way in (ours, exact, device)}
+    seconds = take_turns(ways, microbatches, arguments)
+    figures: dict[str, Any] = {}
+    compare(figures, "throughput_over_plain_state", seconds["device"], seconds["ours"])
+    compare(figures, "throughput_over_plain_state_exact", seconds["device"], seconds["exact"])
+    for way, name in ((ours, ""), (exact, "_exact"), (device, "_of_plain_state")):
+        assert (
+            way.runtime is not None and way.runtime.state is not None and way.runtime.state.plan is not None
+        )
+        plan = way.runtime.state.plan
+        moving = arguments.layers - plan.persistent - plan.kept
+        block = sum(
+            parameter.nbytes
+            for parameter in way.model.blocks[0].parameters()
+            if parameter.nbytes >= way.runtime.state._config.min_bytes
+        )
+        for kind, now, then in zip(("read", "written"), way.moved(), before[way], strict=True):
+            moved = (now - then) / (arguments.pairs + 2) / (moving * block)
+            figures[f"bytes_{kind}_per_parameter_byte{name}"] = moved
+    figures["bits_equal"] = ours.losses == exact.losses == device.losses == plain.losses
+    for name, taken in seconds.items():
+        figures[f"step_seconds_{name}_on_the_drive"] = statistics.median(taken)
+    for way in (ours, exact, device):
+        way.close()
+    return figures
+
+
+def by_blocks(arguments: Any, microbatch: Any, directory: Path) -> dict[str, Any]:
+    """Compare accumulation block by block with the usual order."""
+    count = arguments.microbatches
+    state = {"directories": str(directory), "optimizer": "cpu", "clip": "none"}
+    vertical = OurWay(arguments, state, vertical=True)
+    usual = OurWay(arguments, {**state, "microbatches": count})
+    ways: dict[str, Way] = {"vertical": vertical, "usual": usual}
+    seconds = take_turns(ways, [microbatch] * count, arguments)
+    figures: dict[str, Any] = {"bits_equal": vertical.losses == usual.losses, "microbatches": count}
+    compare(figures, "throughput_over_usual_order", seconds["usual"], seconds["vertical"])
+    figures["bytes_over_usual_order"] = sum(vertical.moved()) / sum(usual.moved())
+    vertical.close()
+    usual.close()
+    return figures
+
+
+def main() -> None:
+    arguments = parser(__doc__ or "")
+    arguments.add_argument("--layers", type=int, default=8, help="blocks")
+    arguments.add_argument("--hidden", type=int, default=512, help="width")
+    arguments.add_argument("--sequence", type=int, default=128, help="tokens")
+    arguments.add_argument("--batch", type=int, default=1, help="sequences")
+    arguments.add_argument("--microbatches", type=int, default=4, help="that are accumulated block by block")
+    arguments.add_argument("--pairs", type=int, default=20, help="interleaved rounds")
+    chosen = arguments.parse_args()
+    tokens, targets = (torch.randint(256, (chosen.batch, chosen.sequence)) for _ in range(2))
+    figures: dict[str, Any] = {
+        name: getattr(chosen, name) for name in ("layers", "hidden", "sequence", "batch", "pairs")
+    }
+    with tempfile.TemporaryDirectory(prefix="ssdtrain-") as directory:
+        parts = [
+            on_one_rank(lambda: against_zero_offload(chosen, [(tokens, targets)])),
+            against_plain_state(chosen, [(tokens, targets)], Path(directory)),
+            by_blocks(chosen, (tokens, targets), Path(directory)),
+        ]
+        equal = all(part.pop("bits_equal") for part in parts)
+        for part in parts:
+            figures |= part
+        finish(
+            {"bits_equal": equal, **figures, **hardware(directory), "torch": torch.__version__}, chosen.json
+        )
+
+
+if __name__ == "__main__":
+    main()
