@@ -371,9 +371,7 @@ def main() -> None:
     layouts = tuple(exact_wire.LAYOUTS)
     arguments.add_argument("--layouts", default=",".join(layouts), help="whose messages are counted")
     arguments.add_argument("--wire-steps", type=int, default=200, help="of training in each layout")
-    arguments.add_argument(
-        "--wire-layers", type=int, help="of the layouts' models; default: for 20 M parameters"
-    )
+    arguments.add_argument("--wire-layers", type=int, default=2, help="of the layouts' models")
     chosen = arguments.parse_args()
     for option, allowed in (("parts", PARTS), ("models", tuple(MODELS)), ("layouts", layouts)):
         names = getattr(chosen, option).split(",")
