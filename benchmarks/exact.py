@@ -372,7 +372,9 @@ def main() -> None:
     arguments.add_argument("--layouts", default=",".join(layouts), help="whose messages are counted")
     arguments.add_argument("--wire-steps", type=int, default=200, help="of training in each layout")
     arguments.add_argument("--wire-layers", type=int, default=2, help="of the layouts' models")
-    arguments.add_argument("--spill-steps", type=int, default=30, help="that are timed, of tensors that go to a drive")
+    arguments.add_argument(
+        "--spill-steps", type=int, default=30, help="that are timed, of tensors that go to a drive"
+    )
     chosen = arguments.parse_args()
     for option, allowed in (("parts", PARTS), ("models", tuple(MODELS)), ("layouts", layouts)):
         names = getattr(chosen, option).split(",")

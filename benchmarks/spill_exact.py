@@ -16,8 +16,8 @@ Many CPUs multiply bfloat16 slowly, which hides what a codec costs: times of `--
 - `exact_codec_seconds`: of a step, on the host; on a GPU to launch kernels.
 - `overflowed_share`: of the bytes that left, those that the codec could not hold.
 
-`benchmarks.exact` also trains under `plan`, which then decides what leaves, and in the frameworks, on two ranks, with `codec` "off" and
-"exact" (`spill`).
+`benchmarks.exact` also trains under `plan`, which then decides what leaves, and in the frameworks, on two ranks, with `codec`
+"off" and "exact" (`spill`).
 """
 
 from __future__ import annotations
@@ -193,7 +193,8 @@ def _in_framework(command: str, steps: int) -> dict[str, Any]:
         "drive_bytes_ratio": sum(rank["written_bytes"] for rank in exact) / offloaded,
         "step_time_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
         "bits_equal": all(
-            [rank[key] for rank in exact] == [rank[key] for rank in found["off"]] for key in ("sha256", "losses")
+            [rank[key] for rank in exact] == [rank[key] for rank in found["off"]]
+            for key in ("sha256", "losses")
         ),
         "overflowed_share": sum(rank["overflowed_bytes"] for rank in exact) / offloaded,
         "step_seconds": statistics.median(seconds["off"][WARM_UP:]),

@@ -20,8 +20,8 @@ Note: [What is owed is sent first]
     for: its own flags need no message of a peer. So no two ranks wait for each other's elements.
 
 Note: [Rest after an overflow]
-    What overflows often costs time, and saves nothing. After a payload of which more than `TOLERATED` did not fit, messages of its
-    kind between the same ranks go uncompressed: 2, after the second such payload among `RECENT` calls 4, and so on; after
+    What overflows often costs time, and saves nothing. After a payload of which more than `TOLERATED` did not fit, messages of
+    its kind between the same ranks go uncompressed: 2, after the second such payload among `RECENT` calls 4, and so on; after
     `MOST_OVERFLOWS` all. Sender and receiver both know all that are `LAG` or more calls ago, because no more calls of a kind are
     under way, and decide by these alone.
 """

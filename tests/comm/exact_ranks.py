@@ -156,7 +156,7 @@ def one_section_only(rank: int, kind: str) -> Any:
 
 
 def rests(rank: int, kind: str) -> Any:
-    """Calls of which the first ones overflow: shares of the bytes that were sent, and how many calls were not tried; bits are equal
+    """Calls of which the first ones overflow: shares of bytes that were sent, and how many calls were not tried. Bits are equal
     in each."""
     overflow.LAG = 3
     device = own_device(kind)
