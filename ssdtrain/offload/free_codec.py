@@ -45,7 +45,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes of which it makes fewer bytes."""
 CODEC_PROBE = 64 * MiB  # bytes of the tensor that is encoded
 REPEATS = 3
-FIRST_STEPS = 2
+UNTRIED_STEPS = 2
 """Number of steps before the trial, which have costs of their own."""
 PRICED_STEPS = 2
 TRIED_STEPS = 6
@@ -111,7 +111,7 @@ class CodecTrial:
         encoded = engine.coding.rule is not None
         if self._trying and len(self._tried) < TRIED_STEPS:
             self._tried.append((encoded, record))
-        elif FIRST_STEPS < self._number <= FIRST_STEPS + PRICED_STEPS:
+        elif UNTRIED_STEPS < self._number <= UNTRIED_STEPS + PRICED_STEPS:
             self._priced.append((self._left - before, record))
         # 2. Whether it is worth a trial, when the device has passed all.
         if not self._trying:

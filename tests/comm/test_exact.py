@@ -42,7 +42,7 @@ def test_every_message_is_that_of_torch_in_three_quarters_of_its_bytes(
 def test_the_elements_of_a_rank_whose_payloads_do_not_fit_follow(
     ranks: int, nodes: list[str] | None, overflowing: int
 ) -> None:
-    """Also where the owner's part of a gather is its place in the result. All in all there are no more bytes than without codec."""
+    """Also where the owner's part of a gather is its place in the result. They are no more bytes than without a codec."""
     results = on_ranks(ranks, exact_ranks.every_collective, "cpu", torch.bfloat16, overflowing, nodes=nodes)
     for rank, found in enumerate(results):
         for dimension, (ratio, overflows) in found.items():
