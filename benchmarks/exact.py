@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import exact_wire
+from benchmarks import exact_wire, spill_exact
 from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_training import Llama, LlamaConfig
 from benchmarks.kernel_code import KernelCode, compile_kernel
@@ -32,7 +32,7 @@ from ssdtrain.codecs import make_codec
 from ssdtrain.codecs.exact import EXCEPTION, FRONT_BYTES, GROUP, GROUP_BYTES, GROUPS, Exact
 from ssdtrain.tools.bench.codec import CodecSubject, cpu_seconds, device_seconds
 
-PARTS = ("ratios", "speed", "anchors", "ptx", "wire")
+PARTS = ("ratios", "speed", "anchors", "ptx", "wire", "spill")
 ARCHITECTURES = (80, 90, 100)
 SUPERBLOCK = GROUP * GROUPS
 VOCABULARY = 1024
@@ -371,8 +371,9 @@ def main() -> None:
     layouts = tuple(exact_wire.LAYOUTS)
     arguments.add_argument("--layouts", default=",".join(layouts), help="whose messages are counted")
     arguments.add_argument("--wire-steps", type=int, default=200, help="of training in each layout")
+    arguments.add_argument("--wire-layers", type=int, default=2, help="of the layouts' models")
     arguments.add_argument(
-        "--wire-layers", type=int, help="of the layouts' models; default: for 20 M parameters"
+        "--spill-steps", type=int, default=30, help="that are timed, of tensors that go to a drive"
     )
     chosen = arguments.parse_args()
     for option, allowed in (("parts", PARTS), ("models", tuple(MODELS)), ("layouts", layouts)):
@@ -383,7 +384,14 @@ def main() -> None:
             )
         setattr(chosen, option, names)
     chosen.mebibytes = chosen.mebibytes or (64 if chosen.device == "cpu" else 1024)
-    run = {"ratios": ratios, "speed": speed, "anchors": anchors, "ptx": ptx, "wire": exact_wire.wire}
+    run = {
+        "ratios": ratios,
+        "speed": speed,
+        "anchors": anchors,
+        "ptx": ptx,
+        "wire": exact_wire.wire,
+        "spill": spill_exact.spill,
+    }
     figures: dict[str, Any] = {"benchmark": "exact", **hardware(), "torch": torch.__version__}
     for part in chosen.parts:
         figures |= run[part](chosen)

@@ -2,6 +2,7 @@
 
     python -m benchmarks.spill_exact --json
     python -m benchmarks.spill_exact --device cuda --hidden 4096 --sequence 4096 --batch 1 --json
+    python -m benchmarks.exact --parts spill --json  # under a plan, in DeepSpeed and in megatron-core too
 
 Three copies of one model take the same steps, one with `offload.codec: "off"`, one with "exact" and one with "auto", in turn, so
 that what else the machine does meets all three. Step times are medians of the ratios of neighbouring steps. On a CPU encoding
@@ -14,11 +15,15 @@ Many CPUs multiply bfloat16 slowly, which hides what a codec costs: times of `--
 - `bits_equal`: losses and final weights of all three.
 - `exact_codec_seconds`: of a step, on the host; on a GPU to launch kernels.
 - `overflowed_share`: of the bytes that left, those that the codec could not hold.
+
+`benchmarks.exact` also trains under `plan`, which then decides what leaves, and in the frameworks, on two ranks, with `codec`
+"off" and "exact" (`spill`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import statistics
 import tempfile
 import time
@@ -28,30 +33,50 @@ from typing import Any
 
 import torch
 
+import ssdtrain
 from benchmarks.common import finish, hardware, parser
 from benchmarks.models import DTYPES, gpt
+from benchmarks.two_nodes.ranks import Ranks
 from examples.support.data import batches, corpus
-from ssdtrain.config import load_config
-from ssdtrain.runtime import Runtime
 
-__all__ = ["measure"]
+__all__ = ["SPILLED", "measure", "spill"]
 
 CODECS = ("off", "exact", "auto")
 WARM_UP = 3  # steps that count for the bits alone
+PLAN = {"max_slowdown": 1.0}
+"""As little memory as twice the time allows."""
+PLANNED_STEPS = 12
+"""Number of steps from which plans are made, at most."""
+_MODEL = "--bf16 --layers 2 --hidden 512 --heads 2 --sequence 64 --batch 8"
+SPILLED = {
+    "zero2": f"-m benchmarks.two_nodes.deepspeed_zero2 {_MODEL}",
+    "megatron": f"-m tests.megatron.cpu -m benchmarks.two_nodes.megatron_gpt {_MODEL} --tensor 2 --sequence-parallel",
+}
+"""Trainings of two ranks in DeepSpeed and megatron-core. Sequences are short: attention of the latter that is not fused saves its
+probabilities in float32, of which the codec leaves 0.883."""
 
 
 class Run:
     """A model that trains with one codec."""
 
     def __init__(
-        self, codec: str, directory: Path, device: torch.device, dtype: torch.dtype, shape: dict[str, int]
+        self,
+        codec: str,
+        directory: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        shape: dict[str, int],
+        plan: dict[str, Any] | None,
     ) -> None:
         torch.manual_seed(0)
         self.model = gpt(**shape).to(device, dtype)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        section = {"directories": str(directory / codec), "amount": "all", "codec": codec}
-        self.runtime = Runtime(load_config({"offload": section}), device, logs=False)
-        self.runtime.register(self.model)
+        config: dict[str, Any] = {"offload": {"directories": str(directory / codec), "codec": codec}}
+        if plan is None:
+            config["offload"]["amount"] = "all"
+        else:
+            config["plan"] = plan
+        self.runtime = ssdtrain.attach(self.model, {**config, "report": {"interval": 0}})
         self.device = device
         self.losses: list[float] = []
         self.seconds: list[float] = []
@@ -61,11 +86,8 @@ class Run:
         self._synchronize()
         began = time.perf_counter()
         self.optimizer.zero_grad()
-        with self.runtime.step():
-            with self.runtime.forward():
-                loss = self.model(tokens, targets)
-            with self.runtime.backward():
-                loss.backward()
+        loss = self.model(tokens, targets)
+        loss.backward()
         self.optimizer.step()
         self._synchronize()
         self.seconds.append(time.perf_counter() - began)
@@ -82,15 +104,23 @@ class Run:
 
 
 def measure(
-    directory: Path, device: torch.device, dtype: torch.dtype, shape: dict[str, int], batch: int, steps: int
+    directory: Path,
+    device: torch.device,
+    dtype: torch.dtype,
+    shape: dict[str, int],
+    batch: int,
+    steps: int,
+    *,
+    plan: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the figures of `steps` steps."""
+    """Return the figures of `steps` steps; with a section `plan`, of those after it was made."""
     source = batches(corpus(None), microbatch=batch, sequence=shape["sequence"], seed=7)
     with ExitStack() as closing:
-        runs = {codec: Run(codec, directory, device, dtype, shape) for codec in CODECS}
+        runs = {codec: Run(codec, directory, device, dtype, shape, plan) for codec in CODECS}
         for run in runs.values():
             closing.callback(run.runtime.close)
-        for number in range(WARM_UP + steps):
+        first = WARM_UP + (0 if plan is None else PLANNED_STEPS)
+        for number in range(first + steps):
             tokens, targets = next(source)
             order = CODECS if number % 2 else CODECS[::-1]
             for codec in order:
@@ -98,7 +128,7 @@ def measure(
         found = {codec: run.runtime.statistics() for codec, run in runs.items()}
 
         def ratio(codec: str) -> float:
-            pairs = zip(runs[codec].seconds[WARM_UP:], runs["off"].seconds[WARM_UP:], strict=True)
+            pairs = zip(runs[codec].seconds[first:], runs["off"].seconds[first:], strict=True)
             return statistics.median(ours / theirs for ours, theirs in pairs)
 
         off, exact = found["off"], found["exact"]
@@ -109,10 +139,67 @@ def measure(
             "auto_encodes": found["auto"].offload.encoded_bytes > 0,
             "bits_equal": all(run.bits == runs["off"].bits for run in runs.values()),
             "overflowed_share": exact.offload.overflowed_bytes / exact.offload.offloaded_bytes,
-            "step_seconds": statistics.median(runs["off"].seconds[WARM_UP:]),
-            "offloaded_bytes": off.offload.offloaded_bytes // (WARM_UP + steps),
-            "exact_codec_seconds": exact.offload.codec_seconds / (WARM_UP + steps),
+            "step_seconds": statistics.median(runs["off"].seconds[first:]),
+            "offloaded_bytes": off.offload.offloaded_bytes // (first + steps),
+            "exact_codec_seconds": exact.offload.codec_seconds / (first + steps),
         }
+
+
+def spill(chosen: Any) -> dict[str, Any]:
+    """Bytes and step times of `codec: "exact"`: the worst, and by row; whether bits were equal in all."""
+    rows: dict[str, dict[str, Any]] = {}
+    shape = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 256}
+    for name, plan in (("all", None), ("plan", PLAN)):
+        with tempfile.TemporaryDirectory(prefix="ssdtrain-") as directory:
+            rows[name] = measure(
+                Path(directory), torch.device("cpu"), torch.bfloat16, shape, 8, chosen.spill_steps, plan=plan
+            )
+            rows[name]["step_time_ratio"] = rows[name].pop("exact_step_time_ratio")
+        print(f"{name}: {rows[name]}", flush=True)
+    for name, command in SPILLED.items():
+        rows[name] = _in_framework(command, chosen.spill_steps)
+        print(f"{name}: {rows[name]}", flush=True)
+    return {
+        "drive_bytes_ratio": max(row["drive_bytes_ratio"] for row in rows.values()),
+        "step_time_ratio": max(row["step_time_ratio"] for row in rows.values()),
+        "bits_equal_from_drives": all(row["bits_equal"] for row in rows.values()),
+        "spill": rows,
+    }
+
+
+def _in_framework(command: str, steps: int) -> dict[str, Any]:
+    """Return the figures of two runs that are alive at once, and take steps in turn."""
+    seconds: dict[str, list[float]] = {"off": [], "exact": []}
+    found: dict[str, list[dict[str, Any]]] = {}
+    with ExitStack() as closing:
+        directory = closing.enter_context(tempfile.TemporaryDirectory(prefix="ssdtrain-"))
+        runs = {}
+        for codec in seconds:
+            section = {
+                "directories": f"{directory}/{codec}", "amount": "all", "codec": codec
+            }  # fmt: skip
+            whole = [*command.split(), "--offload", json.dumps(section)]
+            runs[codec] = closing.enter_context(Ranks(whole, 2, timeout=1800))
+        for number in range(WARM_UP + steps):
+            for codec in seconds if number % 2 else reversed(seconds):
+                answers = runs[codec].tell("step")
+                seconds[codec].append(max(answer["seconds"] for answer in answers))
+        for codec, run in runs.items():
+            found[codec] = run.finish()
+    exact = found["exact"]
+    offloaded = sum(rank["offloaded_bytes"] for rank in exact)
+    pairs = zip(seconds["exact"][WARM_UP:], seconds["off"][WARM_UP:], strict=True)
+    return {
+        "drive_bytes_ratio": sum(rank["written_bytes"] for rank in exact) / offloaded,
+        "step_time_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        "bits_equal": all(
+            [rank[key] for rank in exact] == [rank[key] for rank in found["off"]]
+            for key in ("sha256", "losses")
+        ),
+        "overflowed_share": sum(rank["overflowed_bytes"] for rank in exact) / offloaded,
+        "step_seconds": statistics.median(seconds["off"][WARM_UP:]),
+        "offloaded_bytes": offloaded // (WARM_UP + steps),
+    }
 
 
 def main() -> None:

@@ -8,7 +8,6 @@ takes. Its ranks drift apart and its losses mean nothing; its seconds say what c
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -18,7 +17,7 @@ import torch
 import torch.distributed
 
 from benchmarks.models import gpt
-from benchmarks.two_nodes.rank import Workload, comm_meter, serve
+from benchmarks.two_nodes.rank import Workload, add_sections, comm_meter, sections, serve, spill_meter
 from examples.deepspeed_gpt.train import weights_digest
 from examples.support.data import batches, corpus
 
@@ -40,9 +39,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--vocabulary", type=int, default=256, help="rows of the embedding; the data are bytes")
     made.add_argument("--bf16", action="store_true", help="train in bfloat16 with a float32 master copy")
     made.add_argument("--seed", type=int, default=1234)
-    made.add_argument(
-        "--comm", type=json.loads, help="the `comm` block as JSON; without it SSDTrain is absent"
-    )
+    add_sections(made)
     made.add_argument("--silent", action="store_true", help="do not send gradients and weights")
     return made
 
@@ -68,11 +65,12 @@ class DeepSpeedGPT(Workload):
             "bf16": {"enabled": options.bf16},
             "steps_per_print": 10**9,
         }
-        if options.comm is not None:
+        self.sections = sections(options)
+        if self.sections is not None:
             import ssdtrain_ds
 
             ssdtrain_ds.install()
-            config["ssdtrain"] = {"comm": options.comm, "report": {"interval": 0}}
+            config["ssdtrain"] = self.sections
         torch.manual_seed(options.seed)
         model = gpt(
             layers=options.layers,
@@ -119,11 +117,18 @@ class DeepSpeedGPT(Workload):
         return "whole"
 
     def meter(self) -> dict[str, Any] | None:
-        if self.options.comm is None:
+        if self.sections is None:
             return None
         import ssdtrain_ds
 
         return comm_meter(ssdtrain_ds.runtime_of(self.engine))
+
+    def outcome(self) -> dict[str, Any]:
+        if self.sections is None:
+            return {}
+        import ssdtrain_ds
+
+        return spill_meter(ssdtrain_ds.runtime_of(self.engine))
 
     def close(self) -> None:
         torch.distributed.barrier()

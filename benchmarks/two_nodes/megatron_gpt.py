@@ -12,7 +12,6 @@ drift apart, and the losses mean nothing.
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import os
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.two_nodes.rank import Workload, comm_meter, serve
+from benchmarks.two_nodes.rank import Workload, add_sections, comm_meter, sections, serve, spill_meter
 
 
 def parser() -> argparse.ArgumentParser:
@@ -44,9 +43,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--seed", type=int, default=1234)
     made.add_argument("--data", default="out/demo-megatron/data", help="where the text and its indices are")
-    made.add_argument(
-        "--comm", type=json.loads, help="the `comm` block as JSON; without it SSDTrain is absent"
-    )
+    add_sections(made)
     made.add_argument("--silent", action="store_true", help="do not reduce gradients over replicas")
     return made
 
@@ -95,10 +92,9 @@ class MegatronGPT(Workload):
         initialize(chosen)
         self.trainer = Trainer(chosen, training_set(chosen))
         self._attachment: Any = None
-        if options.comm is not None:
+        if (asked := sections(options)) is not None:
             import ssdtrain_megatron
 
-            asked = {"comm": options.comm, "report": {"interval": 0}}
             self._attachment = ssdtrain_megatron.attach(
                 self.trainer.chunks, asked, optimizer=self.trainer.optimizer, logs=False
             )
@@ -129,6 +125,9 @@ class MegatronGPT(Workload):
 
     def meter(self) -> dict[str, Any] | None:
         return None if self._attachment is None else comm_meter(self._attachment.runtime)
+
+    def outcome(self) -> dict[str, Any]:
+        return {} if self._attachment is None else spill_meter(self._attachment.runtime)
 
     def close(self) -> None:
         from megatron.core import parallel_state

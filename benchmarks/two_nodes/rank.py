@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import sys
@@ -13,7 +14,7 @@ import torch
 
 from benchmarks.two_nodes.ranks import CHANNEL
 
-__all__ = ["Workload", "comm_meter", "serve"]
+__all__ = ["Workload", "add_sections", "comm_meter", "sections", "serve", "spill_meter"]
 
 
 class Workload(ABC):
@@ -49,6 +50,33 @@ class Workload(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the process group in order."""
+
+
+def add_sections(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `sections`."""
+    for name in ("comm", "offload"):
+        parser.add_argument(
+            f"--{name}", type=json.loads, help=f"the `{name}` block as JSON; with none SSDTrain is absent"
+        )
+
+
+def sections(options: argparse.Namespace) -> dict[str, Any] | None:
+    """SSDTrain's block of the config, from the options; None: it is absent."""
+    given = {name: getattr(options, name) for name in ("comm", "offload")}
+    found = {name: section for name, section in given.items() if section is not None}
+    return {**found, "report": {"interval": 0}} if found else None
+
+
+def spill_meter(runtime: Any) -> dict[str, int]:
+    """Bytes that a `Runtime` offloaded, encoded and wrote."""
+    found = runtime.statistics()
+    if found.offload is None:
+        return {}
+    return {
+        "offloaded_bytes": found.offload.offloaded_bytes,
+        "overflowed_bytes": found.offload.overflowed_bytes,
+        "written_bytes": found.store.ssd_bytes_written,
+    }
 
 
 def comm_meter(runtime: Any) -> dict[str, Any] | None:

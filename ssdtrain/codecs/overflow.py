@@ -7,6 +7,9 @@ Note: [Values in place of a payload]
 
     A copy of such a buffer to the host would have to be as long as the values. So the same kernel writes what lies behind the
     payload to the host itself, and the copy is as long as the payload: `keep_values`.
+
+    A message has no room behind its payload. There the first values alone are in its place (`kept_values` of them), and the
+    sender sends the others when it knows that they are missing.
 """
 
 import torch
@@ -15,12 +18,17 @@ from torch import Tensor
 from ssdtrain.codecs import kernels
 from ssdtrain.codecs.base import HEADER_BYTES, ExactCodec, FixedSizeCodec, align
 
-__all__ = ["keep_values", "restore_values", "room"]
+__all__ = ["keep_values", "kept_values", "restore_values", "room"]
 
 
 def room(codec: FixedSizeCodec, numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of a buffer for the payload of `numel` values of `dtype`, or for the values behind its header."""
     return max(codec.payload_bytes(numel, dtype), align(HEADER_BYTES + numel * dtype.itemsize))
+
+
+def kept_values(codec: FixedSizeCodec, numel: int, dtype: torch.dtype) -> int:
+    """Return how many of `numel` values have place in a payload of them, behind its header."""
+    return min(numel, (codec.payload_bytes(numel, dtype) - HEADER_BYTES) // dtype.itemsize)
 
 
 def keep_values(codec: ExactCodec, values: Tensor, buf: Tensor, payload_bytes: int, host: int = 0) -> int:

@@ -30,6 +30,7 @@ from ssdtrain.comm.coding import Coder, TensorPiece
 from ssdtrain.comm.feedback import Feedback
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.overflow import (
+    OVERFLOWED,
     Followed,
     Kind,
     Overflows,
@@ -68,7 +69,7 @@ class ArrivedPayload(NamedTuple):
     what: str
     """Names the payload on its sender."""
     known: Mapping[int, Tensor] = {}
-    """Elements of exact sections, by number, that are known without the payload."""
+    """Elements of exact sections, by number, that are not decoded from the payload; see `ExactSections.decode`."""
 
     def decode(self, out: TensorPiece, accumulate: bool = False) -> None:
         self.coder.decode(self.payload, out, accumulate, self.known)
@@ -97,14 +98,20 @@ class Call:
     kind: Kind = ()
     number: int = 0
     """Number of this call among those of its kind."""
+    rests: bool = False
+    """Whether a message of this rank goes uncompressed after an overflow."""
 
     def coder(self, coder: Coder, sender: int, receiver: int | None = None) -> Coder:
         """Return `coder` for payloads from a group rank to another, or to all: without exact sections where some have overflowed
         lately, which both know."""
         if self.overflows is None or not self.overflows.happened:
             return coder
-        rests = self.overflows.rests(self._path(sender, receiver), self.number)
-        return coder.without_exact if rests else coder
+        if not coder.may_overflow or not self.overflows.rests(self._path(sender, receiver), self.number):
+            return coder
+        if sender == self.topology.rank and not self.rests:
+            self.rests = True
+            self.metrics.fallbacks[OVERFLOWED] += 1
+        return coder.without_exact
 
     def sent(
         self, coder: Coder, piece: TensorPiece, payload: Tensor, what: str, receiver: int | None = None
@@ -120,7 +127,7 @@ class Call:
         name = PayloadName(self._path(where.rank, receiver), self.number, what)
         flags, elements = coder.overflow_flags(payload, piece), partial(coder.exact_elements, piece)
         receivers = [where.ranks[rank] for rank in others]
-        return [SentPayload(name, flags, exact.elements, elements, receivers)]
+        return [SentPayload(name, flags, exact.behind, elements, receivers)]
 
     def owe(self, payloads: list[SentPayload]) -> None:
         """Send the elements of those of `payloads` that overflowed."""
@@ -151,7 +158,7 @@ class Call:
             if (exact := each.exact(piece)) is not None:
                 name = PayloadName(self._path(sender(key), receiver), self.number, what)
                 flags = each.overflow_flags(payload, piece)
-                expected[key] = ReceivedPayload(name, flags, exact.elements, exact.dtype)
+                expected[key] = ReceivedPayload(name, flags, exact.behind, exact.dtype)
         yield (followed := Followed(self.overflows, expected, device))
         for key, arrival in arrivals.items():
             arrivals[key] = arrival._replace(known=followed.sections(key))

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from ssdtrain.codecs import PAYLOAD_ALIGNMENT, FixedSizeCodec, Key
-from ssdtrain.codecs.base import Pieces, align
+from ssdtrain.codecs.base import HEADER_BYTES, Pieces, align
 from ssdtrain.codecs.exact import Exact
+from ssdtrain.codecs.overflow import keep_values, kept_values
 
 WORTHWHILE = 0.02
 """Share of a payload that exact coding of its excluded elements has to save: below it, reading a flag costs more."""
@@ -82,6 +83,14 @@ class ExactSections:
         return [slice(a, min(a + self.size, self.numel)) for a in range(0, self.numel, self.size)]
 
     @property
+    def behind(self) -> list[slice]:
+        """The elements of each section that its payload has no place for where it overflows."""
+        return [
+            slice(a + kept_values(self.codec, b - a, self.dtype), b)
+            for a, b in ((section.start, section.stop) for section in self.elements)
+        ]
+
+    @property
     def nbytes(self) -> int:
         whole, rest = divmod(self.numel, self.size)
         nbytes = whole * self.codec.payload_bytes(self.size, self.dtype)
@@ -96,6 +105,9 @@ class ExactSections:
         """Write flat `values` to the start of `out`, uint8."""
         for section, payload in self._payloads(out):
             _encode(self.codec, values[section], payload, key)
+            if payload.is_cuda or self.codec.overflow_flag(payload):
+                kept = values[section][: kept_values(self.codec, section.stop - section.start, self.dtype)]
+                keep_values(self.codec, kept.contiguous(), payload, payload.numel())
 
     def flags(self, buf: Tensor) -> list[Tensor]:
         """Return views of the bytes, uint8 [1], that say which sections did not fit."""
@@ -105,14 +117,18 @@ class ExactSections:
         """Decode into flat `out` of the dtype that was encoded.
 
         Args:
-            known: sections that are not decoded, by number, with their elements; these may lie in `out`.
+            known: sections that are not decoded, by number, with their elements, which may lie in `out`, or with those that are
+                not in their payload.
         """
         for number, (section, payload) in enumerate(self._payloads(buf)):
             elements, place = known.get(number), out[section]
             if elements is None:
                 self.codec.decode(_aligned(payload), place)
-            elif elements.data_ptr() != place.data_ptr():
-                place.copy_(elements)
+                continue
+            kept, behind = place.tensor_split([place.numel() - elements.numel()])
+            kept.copy_(_read(payload[HEADER_BYTES:], kept.numel(), self.dtype))
+            if elements.data_ptr() != behind.data_ptr():
+                behind.copy_(elements)
 
     def split(self, values: Tensor) -> dict[int, Tensor]:
         """Return flat `values` by section."""

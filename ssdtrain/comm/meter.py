@@ -31,7 +31,7 @@ class CommMetrics(MetricSet):
     compressed: int = counter(Unit.COUNT)
     """Calls that were compressed."""
     overflows: int = counter(Unit.COUNT)
-    """Sections of exact payloads sent from this rank that did not fit, whose elements followed uncompressed."""
+    """Sections of exact payloads sent from this rank that did not fit, whose elements went uncompressed."""
     fallbacks: Counter[str] = field(default_factory=Counter)
     """Reason -> calls that went uncompressed."""
     dimension: str = field(default="", compare=False)

@@ -1,9 +1,10 @@
-"""Exact payloads that did not fit: their elements follow without a codec.
+"""Exact payloads that did not fit: their elements travel without a codec.
 
 Note: [Elements follow]
     The payload of an exact codec has a fixed size, and a tensor whose exponents lie far apart does not fit in it. So a payload
-    has sections with a header each. Those that do not fit say so, and cannot be decoded. Their sender sends the elements as they
-    are to each rank that gets the payload, and a receiver that finds flags receives them, in one message for each payload. Both
+    has sections with a header each. One that does not fit says so there, and has its first elements as they are in place of what
+    would be decoded. Its sender sends the others to each rank that gets the payload, and a receiver that finds flags receives
+    them, in one message for each payload: all together what a message without a codec has, and a header for each section. Both
     know all they need from this one payload: no other rank takes part, however many there are, and where nothing overflows there
     is no second message. These messages go between host memories, with a tag that both ends derive from the call. So they meet no
     other message, and the order of collectives on the device's own groups is the same on all ranks, with and without them.
@@ -19,10 +20,10 @@ Note: [What is owed is sent first]
     for: its own flags need no message of a peer. So no two ranks wait for each other's elements.
 
 Note: [Rest after an overflow]
-    What overflows often costs more than no codec. After a payload of which more than `TOLERATED` has followed, messages of its
-    kind between the same ranks go uncompressed: 2, after the second such payload among `RECENT` calls 4, and so on. Sender and
-    receiver both know all that are `LAG` or more calls ago, because no more calls of a kind are under way, and decide by these
-    alone.
+    What overflows often costs time, and saves nothing. After a payload of which more than `TOLERATED` did not fit, messages of
+    its kind between the same ranks go uncompressed: 2, after the second such payload among `RECENT` calls 4, and so on; after
+    `MOST_OVERFLOWS` all. Sender and receiver both know all that are `LAG` or more calls ago, because no more calls of a kind are
+    under way, and decide by these alone.
 """
 
 from __future__ import annotations
@@ -43,13 +44,15 @@ from ssdtrain.comm.meter import CommMetrics
 LAG = 16
 """Number of calls of a kind that may be under way; another one waits for the oldest."""
 TOLERATED = 1 / 8
-"""Share of a payload's elements that may follow and cost no rest: about what the codec saves."""
+"""Share of a payload's sections that may not fit and cost no rest: about what the codec saves."""
 RECENT = 64
 """Number of calls before an overflow whose overflows make the rest after it longer."""
 MOST_SENT = 256
 """Number of messages with elements that may be under way, before the oldest is waited for."""
-LONGEST_REST = 12
-"""Binary logarithm of the number of messages in a row that go uncompressed after an overflow, at most."""
+MOST_OVERFLOWS = 12
+"""Number of overflows among the `RECENT` calls before the last one after which messages of a kind stay uncompressed."""
+OVERFLOWED = "the codec exact did not fit lately"
+"""Reason of calls that go uncompressed after an overflow."""
 
 # Taken before anybody replaces the module's attributes.
 _send, _receive = dist.isend, dist.irecv
@@ -89,8 +92,8 @@ class SentPayload(NamedTuple):
     name: PayloadName
     flags: Sequence[Tensor]
     """uint8 [1] of each section, of its header."""
-    sections: Sequence[slice]
-    """Elements of each section."""
+    behind: Sequence[slice]
+    """Elements of each section that follow where it does not fit."""
     elements: Callable[[], Tensor]
     """Returns what was encoded, flat; it stays as it is until the caller has waited."""
     receivers: Sequence[int]
@@ -103,8 +106,8 @@ class ReceivedPayload(NamedTuple):
     name: PayloadName
     flags: Sequence[Tensor]
     """uint8 [1] of each section, of its header."""
-    sections: Sequence[slice]
-    """Elements of each section."""
+    behind: Sequence[slice]
+    """Elements of each section that follow where it does not fit."""
     dtype: torch.dtype
 
 
@@ -176,7 +179,7 @@ class Overflows:
             return False
         last = overflowed[known - 1]
         recent = known - bisect_left(overflowed, last - RECENT)
-        return number - LAG - last < 1 << min(recent, LONGEST_REST)
+        return recent >= MOST_OVERFLOWS or number - LAG - last < 1 << recent
 
     def owe(self, payloads: Sequence[SentPayload], metrics: CommMetrics) -> None:
         """Send the elements of sections of `payloads` that did not fit: now, or on a device when the host reads flags.
@@ -208,13 +211,13 @@ class Overflows:
             self._sent.popleft()[0].wait()
 
     def receive(self, payload: ReceivedPayload, overflowed: list[int]) -> dict[int, Tensor]:
-        """Return the elements of sections that did not fit, on their device, by the number of the section."""
+        """Return what follows of sections that did not fit, on their device, by the number of the section."""
         if not overflowed:
             return {}
         self.settle()
         self._note(payload, overflowed)
         device = payload.flags[0].device
-        counts = [_count(payload.sections[number]) for number in overflowed]
+        counts = [_count(payload.behind[number]) for number in overflowed]
         values = torch.empty(sum(counts), dtype=payload.dtype, device="cpu", pin_memory=device.type == "cuda")
         sender = payload.name.path.sender
         work = _receive(values, sender, group=self._group, tag=payload.name.tag)
@@ -230,18 +233,17 @@ class Overflows:
             self._sent.popleft()[0].wait()
 
     def _on_host(self, payload: SentPayload, overflowed: list[int]) -> Tensor:
-        """Return the elements of some sections, one behind the other."""
+        """Return what follows of some sections, one behind the other."""
         device = payload.flags[0].device
         if device.type == "cuda" and self._copying is None:
             self._copying = torch.cuda.Stream(device)
         # On a device they are there: their flags have been read.
         with nullcontext() if self._copying is None else torch.cuda.stream(self._copying):
             elements = payload.elements().detach()
-            return torch.cat([elements[payload.sections[number]] for number in overflowed]).cpu()
+            return torch.cat([elements[payload.behind[number]] for number in overflowed]).cpu()
 
     def _note(self, payload: SentPayload | ReceivedPayload, overflowed: list[int]) -> None:
-        lost = sum(_count(payload.sections[number]) for number in overflowed)
-        if lost <= TOLERATED * payload.sections[-1].stop:
+        if len(overflowed) <= TOLERATED * len(payload.flags):
             return
         known, number = self._overflowed[payload.name.path], payload.name.number
         if number not in known:  # a call may have several payloads
@@ -271,14 +273,14 @@ class Followed:
         self.blocks_host = device.type != "cpu"
 
     def wait(self) -> None:
-        """Read the flags, and receive the elements of sections that did not fit."""
+        """Read the flags, and receive what follows."""
         self._overflows.settle()
         flags = [] if self._flags is None else self._flags.read()
         for (key, payload), overflowed in zip(self._payloads.items(), flags, strict=True):
             self._sections[key] = self._overflows.receive(payload, overflowed)
 
     def sections(self, key: Any) -> dict[int, Tensor]:
-        """Return the elements that have followed a payload, by the number of their section."""
+        """Return the last elements of sections that did not fit, by the number of the section."""
         return self._sections.get(key, {})
 
 

@@ -2,8 +2,8 @@
 
 Note: [Both sides make the same choice]
     Whether a message is coded follows from its shape and dtype, which the receiver's buffer has as well. Integers, masks and
-    scalars are never compressed, and neither is anything smaller than the dimension's `min_bytes`. What does not fit in the
-    payload of an exact codec follows it (see `overflow`).
+    scalars are never compressed, and neither is anything smaller than the dimension's `min_bytes`. What has no place in an exact
+    payload that does not fit follows it (see `overflow`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ssdtrain.codecs import ExactCodec, FixedSizeCodec, Key
+from ssdtrain.codecs import Key
+from ssdtrain.comm.coding import Coder, TensorPiece
+from ssdtrain.comm.collectives import flattened
 from ssdtrain.comm.meter import CommMetrics
 from ssdtrain.comm.overflow import (
+    OVERFLOWED,
     HostFlags,
     Overflows,
     PayloadName,
@@ -30,7 +33,6 @@ from ssdtrain.comm.policy import OFF, codec_of
 from ssdtrain.comm.routing import (
     NOTHING_SAVED,
     OFF_INSIDE,
-    OVERFLOWED,
     TOO_SMALL,
     Router,
     reason_against,
@@ -60,28 +62,27 @@ class PointToPoint:
         What is returned holds the message until it has been waited for. `tensor` may change as soon as this returns; on a GPU, if
         the codec may overflow, after the wait.
         """
-        codec = self._codec(tensor, dimension, peer, sending=True)
-        if codec is None:
+        piece = TensorPiece(flattened(tensor)[0])
+        coder = self._coder(tensor, piece, dimension, peer, sending=True)
+        if coder is None:
             return None
-        name = self._name(codec, dimension, dist.get_rank(), peer)
+        name = self._name(coder, dimension, dist.get_rank(), peer)
         if self._rests(name):
             self._router.count_fallback(dimension, OVERFLOWED, tensor.nbytes)
             return None
         metrics = self._router.meter.count_compressed(dimension, tensor.nbytes)
         begun = time.perf_counter()
-        payload = torch.empty(
-            codec.payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device
-        )
-        codec.encode(tensor.detach(), payload, self._key()._replace(tensor=metrics.calls & 0xFFFFFFFF))
+        payload = torch.empty(coder.nbytes(piece), dtype=torch.uint8, device=tensor.device)
+        coder.encode(piece, payload, self._key()._replace(tensor=metrics.calls & 0xFFFFFFFF))
         metrics.count_codec(begun)
         metrics.wire_bytes += payload.nbytes
         work = issue(payload)
         if name is None:
             return ChainedWork(work, keep_alive=(payload,))
-        assert isinstance(codec, ExactCodec) and self._overflows is not None
-        values, flag = tensor.detach(), codec.overflow_flag(payload)
-        whole = slice(0, tensor.numel())
-        sent = SentPayload(name, [flag], [whole], lambda: values.reshape(-1), [peer])
+        exact = coder.exact(piece)
+        assert exact is not None and self._overflows is not None
+        flags = coder.overflow_flags(payload, piece)
+        sent = SentPayload(name, flags, exact.behind, lambda: piece.values, [peer])
         self._overflows.owe([sent], metrics)
         chained = ChainedWork(work, lambda: self._settle(metrics), keep_alive=(payload,))
         self._overflows.began(name.path, chained)
@@ -90,26 +91,23 @@ class PointToPoint:
     def receive(self, tensor: Tensor, dimension: str, peer: int, issue: Issue) -> ChainedWork | None:
         """Receive into `tensor` from global rank `peer` by `issue`; there once waited for. None: it comes uncompressed, and
         nothing was received."""
-        codec = self._codec(tensor, dimension, peer, sending=False)
-        if codec is None:
+        flat, then = flattened(tensor)
+        piece = TensorPiece(flat)
+        coder = self._coder(tensor, piece, dimension, peer, sending=False)
+        if coder is None:
             return None
-        name = self._name(codec, dimension, peer, dist.get_rank())
+        name = self._name(coder, dimension, peer, dist.get_rank())
         if self._rests(name):
             return None
-        payload = torch.empty(
-            codec.payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=tensor.device
-        )
-        target, metrics = tensor.detach(), self._router.meter.of(dimension)
+        payload = torch.empty(coder.nbytes(piece), dtype=torch.uint8, device=tensor.device)
+        metrics = self._router.meter.of(dimension)
 
         def arrived() -> None:
-            elements = None
-            if name is not None:
-                elements = self._elements(codec, name, payload, target, metrics)
+            known = {} if name is None else self._elements(coder, name, payload, piece, metrics)
             begun = time.perf_counter()
-            if elements is None:
-                codec.decode(payload, target)
-            else:
-                target.copy_(elements.view(target.shape))
+            coder.decode(payload, piece, known=known)
+            if then is not None:
+                then()
             metrics.count_codec(begun)
 
         work = ChainedWork(issue(payload), arrived, keep_alive=(payload,))
@@ -125,27 +123,22 @@ class PointToPoint:
         metrics.count_wait(begun)
 
     def _elements(
-        self,
-        codec: FixedSizeCodec,
-        name: PayloadName,
-        payload: Tensor,
-        target: Tensor,
-        metrics: CommMetrics,
-    ) -> Tensor | None:
-        """Receive what follows a payload that overflowed; None: it did not."""
-        assert isinstance(codec, ExactCodec) and self._overflows is not None
+        self, coder: Coder, name: PayloadName, payload: Tensor, piece: TensorPiece, metrics: CommMetrics
+    ) -> dict[int, Tensor]:
+        """Receive what follows the sections of a payload that did not fit."""
+        exact = coder.exact(piece)
+        assert exact is not None and self._overflows is not None
         begun = time.perf_counter()
         self._overflows.settle()
-        flag = codec.overflow_flag(payload)
-        received = ReceivedPayload(name, [flag], [slice(0, target.numel())], target.dtype)
+        received = ReceivedPayload(name, coder.overflow_flags(payload, piece), exact.behind, exact.dtype)
         (overflowed,) = HostFlags([received]).read()
         elements = self._overflows.receive(received, overflowed)
         metrics.count_wait(begun)
-        return elements.get(0)
+        return elements
 
-    def _name(self, codec: FixedSizeCodec, dimension: str, sender: int, receiver: int) -> PayloadName | None:
+    def _name(self, coder: Coder, dimension: str, sender: int, receiver: int) -> PayloadName | None:
         """Return the name of the next message between two ranks; None: it cannot overflow."""
-        if not codec.may_overflow:
+        if not coder.may_overflow:
             return None
         assert self._overflows is not None
         path = PayloadPath((dimension,), sender, receiver)
@@ -157,7 +150,9 @@ class PointToPoint:
         assert self._overflows is not None
         return self._overflows.rests(name.path, name.number)
 
-    def _codec(self, tensor: Tensor, dimension: str, peer: int, sending: bool) -> FixedSizeCodec | None:
+    def _coder(
+        self, tensor: Tensor, piece: TensorPiece, dimension: str, peer: int, sending: bool
+    ) -> Coder | None:
         rule = self._router.policy.rules[dimension]
         hosts = self._router.hosts
         spec = rule.inside if hosts[peer] == hosts[dist.get_rank()] else rule.between
@@ -167,9 +162,9 @@ class PointToPoint:
         if reason is None and spec == OFF:
             reason = OFF_INSIDE
         if reason is None:
-            codec = codec_of(spec)
-            if codec.payload_bytes(tensor.numel(), tensor.dtype) < tensor.nbytes:
-                return codec
+            coder = Coder(codec_of(spec), tensor.dtype, section=self._router.section)
+            if coder.encodes(piece):
+                return coder
             reason = NOTHING_SAVED
         if sending:
             self._router.count_fallback(dimension, reason, tensor.nbytes)

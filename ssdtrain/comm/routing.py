@@ -33,7 +33,6 @@ NOTHING_SAVED = "the codec has no fewer bits than the tensor"
 NO_FEWER_BYTES = "compressed, it would be no smaller"
 IN_FULL = "the first gather of a bucket, in full"
 CHANGED = "weights changed since their last gather, in full"
-OVERFLOWED = "the codec exact did not fit lately"
 CAPTURED = "in a CUDA graph, where the host cannot read whether the codec exact fits"
 # Reasons that follow from the config or from sizes: counted, without a warning.
 EXPECTED_REASONS = (
@@ -136,6 +135,7 @@ class Router:
         self.meter = meter
         self.notices = notices
         self.device = device
+        self.section = SECTION.get(device.type, SECTION["cuda"])
         self._bit_widths = bit_widths
         self._topologies: dict[dist.ProcessGroup, Topology] = {}
         self._fewer: dict[tuple[object, ...], bool] = {}
@@ -255,8 +255,7 @@ class Router:
         """Return the coder of `spec` for tensors of `dtype` in this step."""
         codec = None if self.policy.is_identity(spec, dtype) else self.policy.codec(spec, step)
         lossy = codec is not None and not codec.lossless
-        section = SECTION.get(self.device.type, SECTION["cuda"])
-        return Coder(codec, dtype, excluded_dtype, excluded_codec if lossy else None, section)
+        return Coder(codec, dtype, excluded_dtype, excluded_codec if lossy else None, self.section)
 
     def with_more_bits(self, route: Route) -> Route | None:
         """Return `route` with int8 wherever it has fewer bits; None where it has none."""

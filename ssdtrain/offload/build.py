@@ -15,7 +15,7 @@ from ssdtrain.config.codecs import AUTO, OFF
 from ssdtrain.config.units import MiB
 from ssdtrain.device import Device, device_for
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.free_codec import free_codec
+from ssdtrain.offload.free_codec import free_codec, priced
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
 from ssdtrain.offload.transfer.coding import MASK, CodecRule
@@ -121,7 +121,7 @@ def _codec(offload: OffloadConfig, device: torch.device, layer: Device, *, direc
     if offload.codec == OFF:
         return None
     warm_up(make_codec(offload.codec), device, FLOATS)
-    return CodecRule(offload.codec)
+    return priced(offload.codec, device)
 
 
 def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolicy:

@@ -109,7 +109,9 @@ class OffloadEngine:
         self.buffers = Buffers(options.buffer, device.host_register(), counted, device.numa_node())
         staged = device.kind != "cpu" if options.staged is None else options.staged
         made = (GpuDirectTransfer if options.by_cufile else StagedTransfer) if staged else DirectTransfer
-        self.coding = Coding(options.codec, options.rank, writes_pinned=staged and device.writes_pinned())
+        tried = options.codec is not None and options.codec.automatic  # see `CodecTrial`
+        codec = None if tried else options.codec
+        self.coding = Coding(codec, options.rank, writes_pinned=staged and device.writes_pinned())
         transfer: Transfer = made(
             store, self.buffers, self.meter.see_own, self.coding, device, options.verified
         )
@@ -123,7 +125,9 @@ class OffloadEngine:
         self._starter = StoreStarter(self.mover, self.metrics, self.meter, device, options)
         self._closed = False
         self.prover: Prover | None = None  # `offload.prove_steps`
-        self.recorder = PassRecorder(self.metrics.transfers if device.kind == "cpu" else None)
+        self.recorder = PassRecorder(
+            self.metrics.transfers if device.kind == "cpu" else None, lambda: self.coding.device_seconds
+        )
         """Gets the begin and end of passes and hooks while it is active."""
         self._resting = False
         self.forked = False  # True in a forked child: files and buffers are the parent's, and its threads may have held the lock

@@ -16,6 +16,7 @@ from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.build import build_engine
 from ssdtrain.offload.checks.proof import Prover
 from ssdtrain.offload.checks.step_checks import StepChecks
+from ssdtrain.offload.free_codec import CodecTrial
 from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tensors.tape import Tape
@@ -79,6 +80,8 @@ class ActivationOffload(Feature):
         self._close_store = weakref.finalize(self.engine, self.store.close)
         if offload.prove_steps:
             self.engine.prover = Prover(self.engine.device)
+        tried = self.engine.options.codec
+        self._trial = CodecTrial(self.engine, tried) if tried is not None and tried.automatic else None
         self._closing = threading.RLock()
         """A second close waits for the first one, which waits for copies to and from the memory that the store unmaps."""
         self._config = offload
@@ -156,7 +159,15 @@ class ActivationOffload(Feature):
         self._steps_end = True
         self.engine.drain()
         self.engine.grow(between_steps=True)
+        if self._trial is not None and not step.closing:
+            self._trial.step_ended()
         self.checks.step_ended(step)
+
+    def on_unended_step(self) -> str:
+        if self._trial is None or self._trial.over:
+            return ""
+        self._trial.end(None, "no step ends")
+        return 'offload.codec is "auto", and nothing is encoded; "exact" needs no steps'
 
     # Metrics
 
@@ -179,7 +190,8 @@ class ActivationOffload(Feature):
             much = "what the plan says"
         way = f"offload: {much}, to {', then '.join(tiers)}"
         codec = self.engine.options.codec
-        return f"{way} | codec: {codec.spec if codec is not None else 'none'}"
+        tried = " is tried" if self._trial is not None else ""
+        return f"{way} | codec: {codec.spec if codec is not None else 'none'}{tried}"
 
     def close(self) -> None:
         with ExitStack() as closing:  # all are called, the last first, whatever one of them raises

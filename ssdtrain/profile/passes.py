@@ -2,7 +2,8 @@
 hook.
 
 Between the end of one hook and the begin of the next a device computes for the model; between a hook's begin
-and its end it waits for transfers (what the hook queued into its stream, or the host that was blocked). So
+and its end it waits for transfers (what the hook queued into its stream, or the host that was blocked), or runs a
+codec, whose time is known by its price. So
 computation and stalls are distinguished without blocking the host: timestamps are read when the device has
 passed them. Where the host computes itself, a hook takes its time whether it waits or not: what it waited and
 what it spent on stores is then known from the host (`HostTime`), and the rest is computation.
@@ -60,9 +61,9 @@ class RegionTimes(NamedTuple):
     operator: int = -1
     """Number of the operator that saved it; -1: not known."""
     storing: float = 0.0
-    """Spent on beginning stores, in the hook that saved it. 0 on a device that the host is not."""
+    """Spent on beginning stores, in the hook that saved it: on a device that the host is not, on encoding."""
     loading: float = 0.0
-    """Spent in the hooks of its use, where it came from a tier, without waits. 0 on a device that the host is not."""
+    """Spent in the hooks of its use, where it came from a tier, without waits: on a device that the host is not, on decoding."""
 
 
 class TapeTimes(NamedTuple):
@@ -109,6 +110,8 @@ class _Hook(NamedTuple):
     began: _RecordedTimestamp
     ended: _RecordedTimestamp
     spent: HostTime | None
+    coded: float
+    """Seconds that the device encoded and decoded."""
 
 
 class _Use(NamedTuple):
@@ -119,6 +122,8 @@ class _Use(NamedTuple):
     began: _RecordedTimestamp
     ended: _RecordedTimestamp
     spent: HostTime | None
+    coded: float
+    """Seconds that the device encoded and decoded."""
     from_tier: bool
 
 
@@ -175,7 +180,9 @@ class _RecordedPass:
             before = _passed(hook.ended)
             inside = before - _passed(hook.began)
             if hook.spent is None:
-                waited += inside
+                coded = min(inside, hook.coded)
+                waited += inside - coded
+                stored += coded
             else:
                 waited += hook.spent.store_wait
                 stored += hook.spent.storing
@@ -197,9 +204,14 @@ class _RecordedPass:
             if index >= count:
                 continue
             inside = _passed(use.ended) - _passed(use.began)
-            waited = inside if use.spent is None else use.spent.load_wait
-            stalls[index] += waited
-            (loading if use.from_tier else seconds)[index] += max(0.0, inside - waited)
+            if use.spent is None:
+                coded = min(inside, use.coded)
+                stalls[index] += inside - coded
+                loading[index] += coded
+            else:
+                waited = use.spent.load_wait
+                stalls[index] += waited
+                (loading if use.from_tier else seconds)[index] += max(0.0, inside - waited)
             last = number + 1 == len(self.uses)
             after = self.ended if last else self.uses[number + 1].began
             if after is not None:
@@ -242,10 +254,14 @@ class PassRecorder:
 
     Args:
         host: what transfers took of the host's time so far, where the host computes; None: a device does.
+        coded: seconds that codecs took of the device so far.
     """
 
-    def __init__(self, host: Callable[[], HostTime] | None = None) -> None:
+    def __init__(
+        self, host: Callable[[], HostTime] | None = None, coded: Callable[[], float] = lambda: 0.0
+    ) -> None:
         self._host, self._spent = host, HostTime()
+        self._coded, self._coded_before = coded, 0.0
         self.active = False
         # Another one with each user that comes or goes: threads that run forward or backward walk it meanwhile.
         self._records: dict[str, StepRecord] = {}
@@ -277,6 +293,7 @@ class PassRecorder:
 
     def forward_began(self, tape: _RecordedTape, now: _RecordedTimestamp) -> None:
         self._host_time()  # what was spent before the forward is none of its hooks'
+        self._coded_time()
         self._serial += 1
         found = self._passes[tape] = _RecordedPass(self._serial, tape.chunk)
         found.began = now
@@ -293,13 +310,13 @@ class PassRecorder:
 
     def packed(self, tape: _RecordedTape, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
         """A tensor was saved, in a region of its own or not."""
-        found, spent = self._passes.get(tape), self._host_time()
+        found, spent, coded = self._passes.get(tape), self._host_time(), self._coded_time()
         if found is not None:
             count, made = len(tape.regions), _NONE
             region = tape.regions[-1] if count > (found.hooks[-1].regions if found.hooks else 0) else None
             if region is not None:  # else there is no new one, or it was released meanwhile
                 made = _Made(region.name, region.stays, region.operator)
-            found.hooks.append(_Hook(count, tape.nbytes, made, began, ended, spent))
+            found.hooks.append(_Hook(count, tape.nbytes, made, began, ended, spent, coded))
             self._reached(ended)
 
     def unpacked(
@@ -312,13 +329,13 @@ class PassRecorder:
         from_tier: bool = False,
     ) -> None:
         """Backward was handed a saved tensor of region `index`, which came `from_tier` or was in memory all the time."""
-        found, spent = self._passes.get(tape), self._host_time()
+        found, spent, coded = self._passes.get(tape), self._host_time(), self._coded_time()
         if found is None:
             return
         if not found.uses:
             self._add("backward", found)
         self._current = found
-        found.uses.append(_Use(index, began, ended, spent, from_tier))
+        found.uses.append(_Use(index, began, ended, spent, coded, from_tier))
         self._reached(ended)
 
     def last_packed(self, tape: _RecordedTape) -> _RecordedTimestamp | None:
@@ -352,6 +369,11 @@ class PassRecorder:
             return None
         before, self._spent = self._spent, self._host()
         return self._spent.since(before)
+
+    def _coded_time(self) -> float:
+        """Since the last call."""
+        before, self._coded_before = self._coded_before, self._coded()
+        return self._coded_before - before
 
     def _add(self, kind: str, one: _RecordedPass) -> None:
         for record in self._records.values():

@@ -156,7 +156,8 @@ def one_section_only(rank: int, kind: str) -> Any:
 
 
 def rests(rank: int, kind: str) -> Any:
-    """Calls of which the first ones overflow: what was coded, and bits equal in each."""
+    """Calls of which the first ones overflow: shares of bytes that were sent, and how many calls were not tried. Bits are equal
+    in each."""
     overflow.LAG = 3
     device = own_device(kind)
     comm = communicator(device, zero_gather="exact", ep="exact", pp_forward="exact")
@@ -179,7 +180,20 @@ def rests(rank: int, kind: str) -> Any:
             sent = found.wire_bytes - before.get(name, 0)
             coded[name].append(round(100 * sent / (shard.nbytes // (2 if name == "ep" else 1))))
     comm.step_end()
-    return coded
+    skipped = {name: found.fallbacks[overflow.OVERFLOWED] for name, found in comm.metrics().items()}
+    return {name: (shares, skipped[name]) for name, shares in coded.items()}
+
+
+def never_fits(rank: int, kind: str) -> Any:
+    """Overflows of gathers of which none fits, calls that were not tried, and the ratio of bytes."""
+    device, ranks = own_device(kind), dist.get_world_size()
+    comm = communicator(device, zero_gather="exact")
+    shard = scattered(rank, 1 << 15, torch.bfloat16).to(device)
+    gathered = torch.zeros(ranks * shard.numel(), dtype=shard.dtype, device=device)
+    for _ in range(400):
+        assert done(comm.all_gather(gathered, shard, "zero_gather"))
+    found = comm.metrics()["zero_gather"]
+    return found.overflows, found.fallbacks[overflow.OVERFLOWED], found.ratio
 
 
 def excluded(rank: int, kind: str, overflowing: int) -> Any:

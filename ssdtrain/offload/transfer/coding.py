@@ -50,6 +50,10 @@ class CodecRule(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = FLOATS
     automatic: bool = False
     """It is only to save time: small tensors, and those that leave in part, are stored as they are."""
+    encode: float = 0.0
+    """Seconds of a device that computes for encoding one byte; 0: a CPU, or not known."""
+    decode: float = 0.0
+    """The same for decoding."""
 
 
 class Coding:
@@ -65,14 +69,21 @@ class Coding:
     """
 
     def __init__(self, floats: CodecRule | None, rank: int = 0, *, writes_pinned: bool = False) -> None:
-        self._floats = make_codec(floats.spec) if floats is not None else None
-        self._automatic = floats is not None and floats.automatic
         self._masks = make_codec(MASK)
-        self.dtypes = {torch.bool, *(floats.dtypes if floats is not None else ())}
-        """Dtypes of regions that may be encoded where the policy names no codec."""
+        self.device_seconds = 0.0
+        """Seconds that encoding and decoding took of the device that computes so far, by the price of the rule."""
         self._rank = rank
         self._count = 0
         self._writes_pinned = writes_pinned
+        self.use(floats)
+
+    def use(self, floats: CodecRule | None) -> None:
+        """Encode floating-point tensors by this rule from the next saved one on."""
+        self.rule = floats
+        self._floats = make_codec(floats.spec) if floats is not None else None
+        self._automatic = floats is not None and floats.automatic
+        self.dtypes = {torch.bool, *(floats.dtypes if floats is not None else ())}
+        """Dtypes of regions that may be encoded where the policy names no codec."""
 
     def choose(self, tensor: torch.Tensor, extent: Extent, region: Region, action: Action) -> Codec | None:
         """Return the codec for the region that `tensor`, of `extent`, has made, or None: its plain bytes.
@@ -113,6 +124,8 @@ class Coding:
         assert codec is not None
         if not self._fits(region):
             return None
+        if self.rule is not None:
+            self.device_seconds += region.nbytes * self.rule.encode
         values = _values(region, region.tensor, region.start)
         size = values.numel(), values.dtype
         known = values.device.type == "cpu"  # at once; a device is not waited for
@@ -147,6 +160,8 @@ class Coding:
         """Return the bytes of the region (uint8) from its payload."""
         codec = region.transfer.codec
         assert codec is not None
+        if self.rule is not None:
+            self.device_seconds += region.nbytes * self.rule.decode
         decoded = bytes_at(region.transfer.lead, region.nbytes, payload.device)
         values = _values(region, decoded, place_of(decoded))
         codec.decode(payload, values)

@@ -19,7 +19,8 @@ What is modelled, after the engine's own rules (`ssdtrain.offload`):
   included; copies to the device while at most `window` bytes are there ahead of their use.
 - A store that has not begun when its load would begin is cancelled and its bytes stay; one whose write is
   under way is brought back from its staging buffer.
-- Where the host computes itself, beginning a store and bringing it back take time from the computation (`Block.storing`).
+- Where the host computes itself, beginning a store and bringing it back take time from the computation (`Block.storing`); on a
+  device encoding and decoding do.
 - What stays of a block that leaves in part is copied when its store begins, while the whole is still there, and copied again
   into the whole that a load fills; the first copy is there until backward has had the block.
 """

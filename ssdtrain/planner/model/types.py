@@ -53,8 +53,8 @@ class Block:
     first_operator: float = 0.0
     """Seconds of `forward` until its first tensor is saved. The copies of what was saved before begin after it."""
     storing: float = 0.0
-    """Seconds beside these that the host spends on beginning its stores, where it is the device that computes (CPU) and the block
-    is offloaded."""
+    """Seconds beside these that computation loses to beginning its stores, where the block is offloaded: of a host that computes
+    itself (CPU), or of a device that encodes."""
     loading: float = 0.0
     """The same for bringing its tensors back, without waits."""
     held: int = 0
