@@ -217,6 +217,11 @@ class Runtime:
         self._forked = True
 
     @property
+    def reports(self) -> bool:
+        """Whether this rank writes log lines: rank 0 does, unless `report.interval` is 0."""
+        return self._reports
+
+    @property
     def enabled(self) -> bool:
         """True if there is a feature."""
         return bool(self.features)

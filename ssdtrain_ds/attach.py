@@ -246,7 +246,8 @@ class _EngineAttachment:
             undo(gathered.remove)
             offload.eligible.add_parameter_predicate(gathered.__contains__)
         offload.eligible.add_parameter_predicate(_compat.is_zero_parameter)
-        self.runtime.features.append(InnerHooks(offload.options.min_bytes, *checkpointing.RECOMPUTING))
+        least, reports = offload.options.min_bytes, self.runtime.reports
+        self.runtime.features.append(InnerHooks(least, *checkpointing.RECOMPUTING, reports=reports))
         patches = Patches()
         # Also where the engine is dropped without `destroy`.
         undo(weakref.finalize(self, patches.undo))

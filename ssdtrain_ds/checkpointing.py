@@ -30,7 +30,7 @@ from ssdtrain.config import CheckpointConfig
 from ssdtrain.integration.patching import Patches
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.tensors.region import Kept
+from ssdtrain.offload.hooks import HeldTensor, hold
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain_ds import _compat
 
@@ -61,10 +61,8 @@ class _RecordedForward:
 
     def hold(self, tensor: torch.Tensor) -> _Held | None:
         """Offload `tensor`; None if it has to stay."""
-        if tensor.is_inference():
-            return None  # it has no version counter: a write to it would not be noticed
-        handle = self.engine.pack(self.tape, tensor)
-        return None if isinstance(handle, Kept) else _Held(self.engine, handle)
+        held = hold(self.engine, self.tape, tensor)
+        return None if held is None else _Held(held.engine, held.handle)
 
     # What DeepSpeed calls on its engine for cpu_checkpointing.
 
@@ -78,14 +76,10 @@ class _RecordedForward:
         """Nothing to do: what is held ends with the graph that holds it."""
 
 
-class _Held:
+class _Held(HeldTensor):
     """An offloaded input, with the one method that DeepSpeed calls on the `saved_data` of a tensor."""
 
-    __slots__ = ("_engine", "_handle")
-
-    def __init__(self, engine: OffloadEngine, handle: Any) -> None:
-        self._engine = engine
-        self._handle = handle
+    __slots__ = ()
 
     def to(self, _: Any) -> torch.Tensor:
         """The input, on the device it came from.
@@ -94,11 +88,11 @@ class _Held:
             RuntimeError: it was modified in place since the block's forward; and what `OffloadEngine.unpack` raises.
         """
         try:
-            return self._engine.unpack(self._handle)
+            return self.value()
         except RuntimeError as error:
-            if not self._handle.region.changed():
+            if not self.handle.region.changed():
                 raise
-            dtype, size = self._handle.geometry[:2]
+            dtype, size = self.handle.geometry[:2]
             raise RuntimeError(
                 "an input of a block under DeepSpeed's activation checkpointing has been modified by an inplace operation "
                 f"after the block's forward: [{dtype} {list(size)}]. The block would be recomputed from the new values, and its "

@@ -97,7 +97,10 @@ class Attachment:
             engine.eligible.add_exclusion(installation.must_stay)
             engine.eligible.add_exclusion(_compat.marked_not_offload)
             engine.eligible.add_freed_function(_compat.FREEING_FUNCTION)
-            runtime.features += [InnerHooks(engine.options.min_bytes), BypassedSchedules()]
+            runtime.features += [
+                InnerHooks(engine.options.min_bytes, reports=runtime.reports),
+                BypassedSchedules(),
+            ]
         for chunk in self.chunks:
             runtime.register(chunk)
         if engine is not None or runtime.compact is not None:

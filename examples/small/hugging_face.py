@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: attach to the model before the Trainer gets it."""
+"""Hugging Face's Trainer with SSDTrain as a callback."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import transformers
 from transformers import Trainer, TrainingArguments, set_seed
 
-import ssdtrain
 from examples.small.command import compare, parse
+from ssdtrain.hf import SSDTrainCallback
 
 STEPS = 3
 SHAPE = transformers.LlamaConfig(
@@ -36,11 +36,10 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 def train_model(model: torch.nn.Module, directory: str | None) -> list[float]:
     """The losses that the Trainer logs."""
-    runtime = None
+    callbacks = []
     if directory is not None:
-        runtime = ssdtrain.attach(
-            model, {"offload": {"directories": directory, "amount": "all", "min_bytes": "4KiB"}}
-        )
+        config = {"offload": {"directories": directory, "amount": "all", "min_bytes": "4KiB"}}
+        callbacks.append(SSDTrainCallback(config))
     with tempfile.TemporaryDirectory() as output:
         arguments: dict[str, Any] = {
             "use_cpu": True,
@@ -51,10 +50,8 @@ def train_model(model: torch.nn.Module, directory: str | None) -> list[float]:
         chosen = TrainingArguments(
             output, max_steps=STEPS, logging_steps=1, per_device_train_batch_size=4, **arguments
         )
-        trainer = Trainer(model=model, args=chosen, train_dataset=Tokens())
+        trainer = Trainer(model=model, args=chosen, train_dataset=Tokens(), callbacks=callbacks)
         trainer.train()
-    if runtime is not None:
-        runtime.close()  # prints a table
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 

@@ -184,9 +184,30 @@ def _plain_ratio(rules: tuple[tuple[str, float], ...]) -> Any:
     return rules[0][1] if len(rules) == 1 and rules[0][0] == "*" else dict(rules)
 
 
-def _ratio_text(text: str) -> Any:
+def _json_text(text: str) -> Any:
     """A number, or a JSON object of patterns."""
     return json.loads(text)
+
+
+PLACES = ("keep", "offload", "host", "ssd")
+"""Where a rule of `offload.modules` leaves saved tensors."""
+MODULE_RULES_ALLOWED = (
+    'patterns of names or classes of modules, each with "keep", "offload", "host" or "ssd": '
+    '{"*.self_attn": "keep", "*.mlp": "ssd"}'
+)
+
+
+def _module_rules(value: Any) -> tuple[tuple[str, str], ...]:
+    if isinstance(value, tuple):
+        value = dict(value)
+    if not isinstance(value, Mapping):
+        raise InvalidValue("is not a block of patterns", MODULE_RULES_ALLOWED)
+    for pattern, place in value.items():
+        if not isinstance(pattern, str) or not pattern:
+            raise InvalidValue(f"has the pattern {pattern!r}", MODULE_RULES_ALLOWED)
+        if place not in PLACES:
+            raise InvalidValue(f"has {place!r} for {pattern!r}", MODULE_RULES_ALLOWED)
+    return tuple(value.items())
 
 
 CODEC = ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec, accepts_auto=True)
@@ -194,7 +215,8 @@ RULE = ValueKind("codec", codecs.RULE_ALLOWED, codecs.parse_rule)
 FRACTION = ValueKind("fraction", FRACTION_ALLOWED, _fraction, text=float)
 POSITIVE = ValueKind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
 SLOWDOWN = ValueKind("number", SLOWDOWN_ALLOWED, _slowdown, text=float)
-RATIO = ValueKind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_ratio_text)
+RATIO = ValueKind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_json_text)
+MODULE_RULES = ValueKind("rules", MODULE_RULES_ALLOWED, _module_rules, dict, text=_json_text)
 NAMES = ValueKind("names", NAMES_ALLOWED, _names, list, many=True)
 STEP_NUMBERS = ValueKind("steps", STEPS_ALLOWED, _steps, list, many=True)
 PATTERNS = ValueKind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
@@ -218,6 +240,8 @@ Slowdown = Annotated[float, BeforeValidator(_slowdown), SLOWDOWN]
 Positive = Annotated[float, BeforeValidator(_positive), POSITIVE]
 RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rules), RATIO]
 """(pattern of layers, ratio), of which the first that fits counts."""
+ModuleRules = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_module_rules), MODULE_RULES]
+"""(pattern of modules, one of `PLACES`), of which the first that fits counts."""
 Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
 StepNumbers = Annotated[tuple[int, ...], BeforeValidator(_steps), STEP_NUMBERS]
 """Numbers of steps, in ascending order."""

@@ -5,20 +5,27 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin
 
+import psutil
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from ssdtrain import ranks
 from ssdtrain.config.codecs import AUTO
 from ssdtrain.config.errors import ConfigError, ConfigIssue, ConflictingValues, InvalidValue, shown_key
 from ssdtrain.config.files import KEY, read_block
 from ssdtrain.config.kinds import kind_of
+from ssdtrain.config.offload import OffloadConfig
 from ssdtrain.config.paths import DIRECTORY_ALLOWED, expand_path, has_placeholder, problem_with_directory
 from ssdtrain.config.schema import Config
 from ssdtrain.config.section import Section
 from ssdtrain.config.similar import closest, resembles
+from ssdtrain.config.units import MiB
 
 LISTED = 20
 """Maximum unknown keys of a section that are reported individually."""
+
+HOST_SHARE = 0.25
+"""Part of the node's free memory that the ranks of a node take together for `"offload": "auto"`."""
 
 Source = Mapping[str, Any] | Path | str | Config | None
 
@@ -85,6 +92,12 @@ def _known_part(
         inner = section_of(field)
         if inner is not None and inner.shorthand is not None and isinstance(value, str | bool):
             value = {inner.shorthand: value}
+        elif inner is not None and issubclass(inner, OffloadConfig) and _is_auto(value):
+            value = {
+                "host": max(
+                    MiB, int(HOST_SHARE * psutil.virtual_memory().available) // ranks.local_world_size()
+                )
+            }
         if inner is not None and isinstance(value, Mapping):
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):

@@ -11,6 +11,7 @@ from ssdtrain.config.codecs import AUTO, CODEC_KINDS, OFF, parse_codec
 from ssdtrain.config.kinds import (
     AmountField,
     CodecName,
+    ModuleRules,
     Patterns,
     Positive,
     PositiveSize,
@@ -74,6 +75,11 @@ class OffloadConfig(StorageSection):
     shows that these are shorter with it; not with `amount: "auto"` or under a plan, where no transfer is waited for (docs/gpu.md).
     Default: tensors are stored unchanged. Boolean masks are always packed to bits."""
 
+    modules: ModuleRules = ()
+    """Where saved tensors go, by patterns of modules as in `include`, such as {"*.self_attn": "keep", "*.mlp": "ssd"}: "keep",
+    "offload" (as `amount` says), "host" or "ssd" (all of them, to that tier). The first pattern counts that fits the running
+    module or one around it. With a tier the default of `amount` is "all". Default: none."""
+
     min_bytes: Size = 256 * KiB
     """Saved tensors smaller than this are not offloaded."""
 
@@ -114,7 +120,7 @@ class OffloadConfig(StorageSection):
 
     @model_validator(mode="after")
     def _losses_depend_on_no_times(self) -> Self:
-        if self.lossy and not {"amount", "device_budget"} & self.model_fields_set:
+        if self._all_by_default and not {"amount", "device_budget"} & self.model_fields_set:
             object.__setattr__(self, "amount", Amount("all"))
         return self
 
@@ -123,14 +129,31 @@ class OffloadConfig(StorageSection):
         """What comes back is not what was saved."""
         return self.codec not in (AUTO, OFF) and not CODEC_KINDS[parse_codec(self.codec).name].lossless
 
+    @property
+    def _tiers_of_modules(self) -> list[str]:
+        """Tiers that `modules` names."""
+        return [place for _, place in self.modules if place in ("host", "ssd")]
+
+    @property
+    def _all_by_default(self) -> bool:
+        return self.lossy or bool(self._tiers_of_modules)
+
     def to_dict(self) -> dict[str, Any]:
         written = super().to_dict()
-        if self.lossy and self.amount.kind == "auto":
-            written["amount"] = "auto"  # not the default of a lossy codec
+        if self._all_by_default and self.amount.kind == "auto":
+            written["amount"] = "auto"  # not the default there
         return written
 
     def conflicts(self) -> Iterator[ValueConflict]:
         yield from super().conflicts()
+        for tier, key in (("ssd", "directories"), ("host", "host")):
+            if tier in self._tiers_of_modules and not getattr(self, key):
+                why = f'names the tier "{tier}", and {key} gives none'
+                yield "modules", dict(self.modules), why, f'"{key}", or "offload" in its place'
+        auto = self.amount.kind == "auto" and {"amount", "device_budget"} & self.model_fields_set
+        if self._tiers_of_modules and auto:
+            why = 'names a tier, which amount "auto" chooses'
+            yield "modules", dict(self.modules), why, '"keep" and "offload" only, or "amount": "all"'
         if self.prove_steps and self.lossy:
             why = f'compares bits, but codec "{self.codec}" changes them'
             yield "prove_steps", self.prove_steps, why, 'leaving it out, or "codec": "exact"'

@@ -194,7 +194,8 @@ class Config(Section):
     """False disables all features; the config is still validated."""
 
     offload: OffloadConfig | None = None
-    """Offloading of activations. Without this section nothing is offloaded."""
+    """Offloading of activations. Without this section nothing is offloaded. "auto" in place of the section is a first try without
+    a drive: `host`, a quarter of the memory that is free when the config is read, divided among the ranks of the node."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Defaults of the checkpoint function."""
@@ -231,10 +232,11 @@ class Config(Section):
         if offload.amount.kind in ("fraction", "keep"):
             why = "fixes what is offloaded, which the plan decides"
             yield "offload.amount", offload.amount.plain(), why, 'leaving it out, or "plan": "off"'
-        for key in ("include", "exclude"):
-            if getattr(offload, key):
+        for key in ("include", "exclude", "modules"):
+            if given := getattr(offload, key):
                 why = "keeps tensors that the plan counts as offloaded"
-                yield f"offload.{key}", list(getattr(offload, key)), why, 'leaving it out, or "plan": "off"'
+                shown = kind_of(type(offload).model_fields[key]).plain(given)
+                yield f"offload.{key}", shown, why, 'leaving it out, or "plan": "off"'
         if offload.endurance is not None:
             why = "bounds what is written with amount auto, and not by a plan in this version"
             yield "offload.endurance", offload.endurance.to_dict(), why, 'leaving it out, or "plan": "off"'

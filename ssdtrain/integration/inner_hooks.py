@@ -1,8 +1,14 @@
-"""Saved-tensor hooks that a model installs inside of ours.
+"""Saved-tensor hooks that a model installs inside of ours, and those around it.
 
-Autograd calls only the innermost pair: what those hooks take is not offloaded. That is intended (torch's checkpoint recomputes
-by such hooks), but of a model that wraps itself in `save_on_cpu` nothing would be offloaded, silently. So during the first steps
-the hooks installed inside a forward are recorded, with the bytes that they take.
+Autograd calls only the innermost pair: what inner hooks take is not offloaded. That is intended (torch's checkpoint recomputes
+by such hooks), but silent. So during the first steps the hooks installed inside a forward are recorded, with the bytes that they
+take, and a warning names them.
+
+Note: [Copies to host memory]
+Hooks that copy to host memory ask for what we do: `save_on_cpu`, by which trainers serve `offload=True` beside checkpointing, and
+`OffloadActivations`, which torchtune and others have. Inside a forward ours are installed in their place, so that what they would
+copy goes to the tiers; around a forward they are outer hooks, which autograd does not call. A policy of selective checkpointing
+that answers CPU_OFFLOAD asks for the same without hooks: see `selective`. A line of the log says so.
 """
 
 from __future__ import annotations
@@ -18,7 +24,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Step
 from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.selective import hold_offloaded_outputs
+from ssdtrain.messages import report
 from ssdtrain.offload.functorch import PackHook
+from ssdtrain.offload.hooks import SavedTensorRecorder, current_recorder
 
 __all__ = ["InnerHooks"]
 
@@ -28,38 +37,75 @@ _watcher: ContextVar[InnerHooks | None] = ContextVar("ssdtrain_inner_hooks", def
 """The watcher of this thread's innermost forward."""
 
 
+HOST_COPIES = {"save_on_cpu", "OffloadActivations"}
+"""Classes whose hooks copy to host memory."""
+
+
 def _noting(plain: Callable[[Any], None]) -> Callable[[Any], None]:
     def enter(hooks: Any) -> None:
-        watcher = _watcher.get()
-        if watcher is not None:
-            watcher._watch(hooks)
-        plain(hooks)
+        watcher, recorder = _watcher.get(), current_recorder()
+        if watcher is None:
+            return plain(hooks)
+        if recorder is not None and copies_to_host(type(hooks)):
+            watcher.serve(f"{type(hooks).__module__}.{type(hooks).__qualname__}")
+            return _enter_as(recorder, hooks, plain)
+        watcher._watch(hooks)
+        return plain(hooks)
 
     return enter
 
 
+def copies_to_host(kind: type) -> bool:
+    """Whether hooks of this class copy to host memory. See Note: [Copies to host memory]."""
+    return any(base.__name__ in HOST_COPIES for base in kind.__mro__)
+
+
+def _enter_as(recorder: SavedTensorRecorder, hooks: Any, plain: Callable[[Any], None]) -> None:
+    """Enter `hooks` as the hooks of the forward; the object itself is used outside of forwards, too."""
+    theirs = hooks.pack_hook, hooks.unpack_hook
+    hooks.pack_hook, hooks.unpack_hook = recorder.hooks
+    try:
+        plain(hooks)
+    finally:
+        hooks.pack_hook, hooks.unpack_hook = theirs
+
+
 class InnerHooks(Feature):
-    """Counts what hooks nested inside a forward take, by who installed them, and warns of it after the first steps.
+    """Counts what hooks nested inside a forward take, by who installed them, and warns of it after the first steps. Hooks that
+    copy to host memory take nothing: what they are given goes to the tiers, see Note: [Copies to host memory].
 
     An adapter appends it to `Runtime.features`, behind the one that offloads; `ssdtrain.attach` does.
 
     Args:
         min_bytes: smaller tensors would not have been offloaded anyway.
         recomputing: modules whose hooks recompute: nothing is lost, as the inputs of the block are offloaded instead.
+        reports: log what is served.
 
     Attributes:
+        served: names of what copies to host memory, served by the tiers.
         taken: bytes by the qualified name of the pack hook, recomputation left out.
         steps: steps so far.
     """
 
-    def __init__(self, min_bytes: int, *recomputing: str) -> None:
+    def __init__(self, min_bytes: int, *recomputing: str, reports: bool = False) -> None:
         self.taken: dict[str, int] = {}
+        self.served: set[str] = set()
+        self._reports = reports
         self._min_bytes = min_bytes
         self._recomputing = ("torch.utils.checkpoint", *recomputing)
         self.steps = 0
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[None] | None:
-        return self._watched() if self.steps < FIRST_STEPS else None
+        return self._watched() if self.steps < FIRST_STEPS or self.served else None
+
+    def serve(self, name: str) -> None:
+        """Note that the tiers serve what is called `name`."""
+        if name not in self.served:
+            self.served.add(name)
+            if self._reports:
+                report(
+                    f"offload: what {name} would copy to host memory goes to the tiers of the section offload"
+                )
 
     def on_step_end(self, step: Step) -> None:
         self.steps += 1
@@ -77,7 +123,14 @@ class InnerHooks(Feature):
         patches = Patches()
         patches.replace(saved_tensors_hooks, "__enter__", _noting)
         token = _watcher.set(self)
+        recorder = current_recorder()
+        if recorder is not None and recorder.around is not None:
+            pack = recorder.around[0]
+            owner = getattr(pack, "__qualname__", "").split(".")[0]  # an engine's has none
+            if owner in HOST_COPIES:
+                self.serve(f"{pack.__module__}.{owner}")
         try:
+            hold_offloaded_outputs(patches, self.serve)
             yield
         finally:
             _watcher.reset(token)
@@ -87,8 +140,8 @@ class InnerHooks(Feature):
         pack: Callable[[torch.Tensor], Any] = hooks.pack_hook
         if getattr(pack, "__module__", "") in self._recomputing or hasattr(pack, "watches"):
             return
-        if isinstance(pack, PackHook):
-            return  # another engine's forward inside this one
+        if isinstance(pack, PackHook) or self.steps >= FIRST_STEPS:
+            return  # another engine's forward inside this one; or the warning was given
         name = f"{type(hooks).__module__}.{type(hooks).__qualname__}"
         if type(hooks) is saved_tensors_hooks:
             name = f"{getattr(pack, '__module__', '?')}.{getattr(pack, '__qualname__', repr(pack))}"

@@ -17,7 +17,7 @@ from ssdtrain.device import Device, device_for
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.free_codec import free_codec, priced
 from ssdtrain.offload.options import EngineOptions
-from ssdtrain.offload.policy import AmountPolicy, ModuleFilter, OffloadPolicy
+from ssdtrain.offload.policy import AmountPolicy, ModulePolicy, OffloadPolicy
 from ssdtrain.offload.transfer.coding import MASK, CodecRule
 from ssdtrain.offload.transfer.gpudirect import attach_gpudirect, gpudirect_refused
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
@@ -128,6 +128,6 @@ def _policy(offload: OffloadConfig, given: OffloadPolicy | None) -> OffloadPolic
     if given is None and offload.amount.kind == "auto":
         raise ValueError('amount "auto" needs a policy of the planner: make the engine through Runtime')
     policy = AmountPolicy(offload.amount) if given is None else given
-    if offload.include or offload.exclude:
-        return ModuleFilter(policy, offload.include, offload.exclude)
+    if offload.include or offload.exclude or offload.modules:
+        return ModulePolicy(policy, offload.include, offload.exclude, offload.modules)
     return policy

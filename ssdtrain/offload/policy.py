@@ -1,6 +1,6 @@
 """Which saved tensors leave memory: the object that the pack hook asks for every region.
 
-`AmountPolicy` is `offload.amount`, `ModuleFilter` is `offload.include` and `offload.exclude`. Another policy is given to
+`AmountPolicy` is `offload.amount`, `ModulePolicy` is `offload.include`, `exclude` and `modules`. Another policy is given to
 `Runtime` or `ssdtrain.attach` and takes the place of the amount:
 
 ```python
@@ -33,7 +33,7 @@ __all__ = [
     "AmountPolicy",
     "ForwardProfile",
     "ForwardSizes",
-    "ModuleFilter",
+    "ModulePolicy",
     "OffloadPolicy",
     "SavedTensorInfo",
 ]
@@ -181,31 +181,53 @@ class AmountPolicy:
         self._sizes.add(forward.saved_bytes, forward.chunk)
 
 
-class ModuleFilter:
-    """`offload.include` and `offload.exclude`: what the modules they name save, and what is inside of these, goes by the policy;
-    the rest stays.
+class ModulePolicy:
+    """`offload.include`, `offload.exclude` and `offload.modules`: what the modules they name save, and what is inside of these,
+    stays or goes where they say; the rest goes by the policy.
 
     Args:
-        policy: of what is not filtered out.
+        policy: of what they do not decide.
         include: patterns of modules; () is all.
         exclude: patterns of modules that are left out of these.
+        rules: (pattern, "keep", "offload", "host" or "ssd"), of which the first that fits counts.
     """
 
     needs_modules = True
 
-    def __init__(self, policy: OffloadPolicy, include: tuple[str, ...], exclude: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        policy: OffloadPolicy,
+        include: tuple[str, ...] = (),
+        exclude: tuple[str, ...] = (),
+        rules: tuple[tuple[str, str], ...] = (),
+    ) -> None:
         self.policy = policy
         self.include = include
         self.exclude = exclude
-        self._known: dict[tuple[Running, ...], bool] = {}
+        self.rules = rules
+        self._known: dict[tuple[Running, ...], Action | None] = {}
 
     def decide(self, saved: SavedTensorInfo) -> Action:
         stack = saved.modules
-        selected = self._known.get(stack)
-        if selected is None:
-            included = not self.include or matches(stack, self.include)
-            selected = self._known[stack] = included and not matches(stack, self.exclude)
-        return self.policy.decide(saved) if selected else STAY
+        if stack not in self._known:
+            self._known[stack] = self._of(stack)
+        return self._known[stack] or self.policy.decide(saved)
+
+    def _of(self, stack: tuple[Running, ...]) -> Action | None:
+        """Return what happens to all that is saved in these modules; None: the policy decides."""
+        if (self.include and not matches(stack, self.include)) or matches(stack, self.exclude):
+            return STAY
+        place = next((place for pattern, place in self.rules if matches(stack, (pattern,))), "offload")
+        return _RULED[place]
 
     def observe(self, forward: ForwardProfile) -> None:
         self.policy.observe(forward)
+
+
+_RULED: dict[str, Action | None] = {
+    "keep": STAY,
+    "offload": None,
+    "host": Action(True, tier="host"),
+    "ssd": Action(True, tier="ssd"),
+}
+"""What happens where a rule of `offload.modules` fits."""

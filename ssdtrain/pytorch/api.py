@@ -150,7 +150,7 @@ def attach(
         runtime.state.optimizer = optimizer
     try:
         if runtime.engine is not None:
-            runtime.features.append(InnerHooks(runtime.engine.options.min_bytes))
+            runtime.features.append(InnerHooks(runtime.engine.options.min_bytes, reports=runtime.reports))
         attach_model(runtime, model)
     except BaseException:
         runtime.close()

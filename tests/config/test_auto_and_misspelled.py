@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ssdtrain.config import ConfigError, load_config
@@ -85,8 +86,15 @@ def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
 def test_auto_for_what_must_be_there_is_rejected() -> None:
     with pytest.raises(ConfigError, match="no place to offload to"):
         load_config({"offload": {"directories": "auto"}})
-    with pytest.raises(ConfigError, match=r"ssdtrain\.offload: 'auto' is not a block of keys"):
-        load_config({"offload": "auto"})
+    with pytest.raises(ConfigError, match=r"ssdtrain\.compact: 'auto' is not a block of keys"):
+        load_config({"compact": "auto"})
+
+
+def test_offload_auto_is_a_share_of_free_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    offload = load_config({"offload": "auto"}).offload
+    assert offload is not None and not offload.directories
+    assert 0 < 7 * offload.host < psutil.virtual_memory().total
 
 
 def test_of_a_list_given_twice_the_last_is_taken_and_a_warning_names_both(

@@ -26,6 +26,11 @@ MODELS: dict[str, tuple[type[Any], Any, dict[str, Any]]] = {
     ),
     "t5 in bf16": (transformers.T5ForConditionalGeneration, T5, {"bf16": True}),
     "llama, recomputed": (transformers.LlamaForCausalLM, LLAMA, {"gradient_checkpointing": True}),
+    "llama, recomputed from host memory": (
+        transformers.LlamaForCausalLM,
+        LLAMA,
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"offload": True}},
+    ),
 }
 
 

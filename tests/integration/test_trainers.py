@@ -42,10 +42,14 @@ def fresh_accelerator() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
 
 
+def config_of(directory: Path) -> dict[str, Any]:
+    section = {"directories": str(directory), "min_bytes": 1, "amount": "all"}
+    return {"offload": section, "report": {"interval": 0}}
+
+
 @contextmanager
 def attached(model: nn.Module, directory: Path) -> Iterator[Runtime]:
-    config = {"offload": {"directories": str(directory), "min_bytes": 1, "amount": "all"}}
-    with ssdtrain.attach(model, config | {"report": {"interval": 0}}) as runtime:
+    with ssdtrain.attach(model, config_of(directory)) as runtime:
         yield runtime
 
 
@@ -111,11 +115,15 @@ def grpo(options: dict[str, Any], **given: Any) -> Any:
     return GRPOTrainer(reward_funcs=reward, args=arguments, train_dataset=Dataset.from_list(rows), **given)
 
 
-@pytest.mark.parametrize("adapter", [False, True], ids=["whole model", "peft_config"])
+@pytest.mark.parametrize("adapter", [False, True], ids=["attached whole model", "callback and peft_config"])
 @pytest.mark.parametrize("make", [sft, dpo, grpo])
 def test_trl(make: Callable[..., Any], adapter: bool, tmp_path: Path) -> None:
     from peft import LoraConfig
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer
+
+    from ssdtrain.hf import SSDTrainCallback
+
+    plain_log = Trainer.log
 
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
@@ -136,12 +144,22 @@ def test_trl(make: Callable[..., Any], adapter: bool, tmp_path: Path) -> None:
             "report_to": [],
             "save_strategy": "no",
             "disable_tqdm": True,
+            "logging_steps": 1,
         }
         peft = LoraConfig(target_modules=["q_proj", "v_proj"], r=4, task_type="CAUSAL_LM")
         given = {"model": model, "processing_class": tokenizer(), "peft_config": peft if adapter else None}
         if not attach:
             trainer = make(options, **given)
             trainer.train()
+            return weights(trainer.model)
+        if adapter:
+            callback = SSDTrainCallback(config_of(tmp_path / "spill"))
+            trainer = make(options, callbacks=[callback], **given)
+            trainer.train()
+            assert callback.runtime is not None and offloaded(callback.runtime) > 0
+            assert callback.runtime.steps == 3 and Trainer.log is plain_log
+            logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+            assert len(logged) == 3 and all(entry["ssdtrain/saved_bytes"] > 0 for entry in logged)
             return weights(trainer.model)
         with attached(model, tmp_path / "spill") as runtime:
             trainer = make(options, **given)
@@ -167,10 +185,12 @@ def batch() -> torch.Tensor:
     return torch.linspace(-1, 1, 32 * 64).reshape(32, 64).sin()
 
 
-@pytest.mark.parametrize("when", ["before prepare", "after prepare"])
+@pytest.mark.parametrize("when", ["before prepare", "by the plugin"])
 def test_accelerate(when: str, tmp_path: Path) -> None:
     """Also `unwrap_model`, which takes the forward that prepare had wrapped for the model's own."""
     from accelerate import Accelerator
+
+    from ssdtrain.hf import SSDTrainPlugin
 
     net = Net()
 
@@ -181,9 +201,13 @@ def test_accelerate(when: str, tmp_path: Path) -> None:
             runtimes = []
             if attach and when == "before prepare":
                 runtimes.append(closing.enter_context(attached(mine, tmp_path)))
-            mine, optimizer = accelerator.prepare(mine, optimizer)
-            if attach and when == "after prepare":
-                runtimes.append(closing.enter_context(attached(mine, tmp_path)))
+            if attach and when == "by the plugin":
+                plugin = SSDTrainPlugin(config_of(tmp_path))
+                mine, optimizer = plugin.prepare(accelerator, mine, optimizer)
+                assert plugin.runtime is not None
+                runtimes.append(plugin.runtime)
+            else:
+                mine, optimizer = accelerator.prepare(mine, optimizer)
             for _ in range(3):
                 optimizer.zero_grad()
                 accelerator.backward(mine(batch()).square().mean())
@@ -191,6 +215,7 @@ def test_accelerate(when: str, tmp_path: Path) -> None:
             unwrapped = accelerator.unwrap_model(mine, keep_fp32_wrapper=False)
             unwrapped(batch()).square().mean().backward()
             assert all(offloaded(runtime) > 0 for runtime in runtimes)
+            accelerator.end_training()  # closes that of the plugin
         return weights(mine), unwrapped(batch()).detach()
 
     (one, output), (other, expected) = trained(True), trained(False)
@@ -228,6 +253,8 @@ def test_fabric(when: str, tmp_path: Path) -> None:
 def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
     import lightning
 
+    from ssdtrain.lightning import SSDTrainLightningCallback
+
     class Module(lightning.LightningModule):
         def __init__(self, net: Net) -> None:
             super().__init__()
@@ -244,6 +271,7 @@ def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
 
     def trained(attach: bool) -> dict[str, torch.Tensor]:
         module = Module(copy.deepcopy(net))
+        callback = SSDTrainLightningCallback(config_of(tmp_path / "spill"))
         trainer = lightning.Trainer(
             max_epochs=2,
             accelerator="cpu",
@@ -253,14 +281,12 @@ def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=str(tmp_path),
+            callbacks=[callback] if attach else [],
         )
-        loader = torch.utils.data.DataLoader(batch(), batch_size=16)
-        if not attach:
-            trainer.fit(module, loader)
-        else:
-            with attached(module, tmp_path / "spill") as runtime:
-                trainer.fit(module, loader)
-                assert offloaded(runtime) > 0
+        trainer.fit(module, torch.utils.data.DataLoader(batch(), batch_size=16))
+        if attach:
+            assert callback.runtime is not None and offloaded(callback.runtime) > 0
+            assert callback.runtime.steps == 4
         return weights(module)
 
     assert equal_by_name(trained(True), trained(False))

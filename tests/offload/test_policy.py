@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import ssdtrain
-from ssdtrain.config import ConfigError
-from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.config import ConfigError, load_config
+from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ModulePolicy, SavedTensorInfo
 from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.offload.tensors.sharing import extent_of, make_region
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.offload.transfer.coding import Coding
+from ssdtrain.profile.modules import Running
 from tests.offload.conftest import settled
 
 BYTES = 64 * 64 * 4  # of what one activation function saves
@@ -155,3 +156,51 @@ def test_what_is_never_loaded_takes_no_room_in_the_arena(tmp_path: Path) -> None
             settled(runtime)  # stores have ended, so that backward loads
             loss.backward()
         assert 0 < runtime.engine.buffers.capacity <= 4 << 20
+
+
+class KeepAll:
+    needs_modules = False
+
+    def decide(self, saved: SavedTensorInfo) -> Action:
+        return KEEP
+
+    def observe(self, forward: ForwardProfile) -> None:
+        pass
+
+
+def test_rules_of_modules_choose_tiers(tmp_path: Path) -> None:
+    """The first rule that fits counts, also where it fits a module around the running one."""
+    plain = model()
+    trained = copy.deepcopy(plain)
+    rules = {"1.attention": "keep", "*.attention": "host", "*.mlp": "ssd"}
+    offload = {"directories": str(tmp_path), "min_bytes": 1024, "host": "1MiB", "modules": rules}
+    with ssdtrain.attach(trained, {"offload": offload}) as runtime:
+        gradients = step(trained)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
+        found = runtime.statistics()
+        assert (
+            0 < found.offload.offloaded_bytes + found.offload.avoided_write_bytes < found.offload.saved_bytes
+        )
+    policy = ModulePolicy(KeepAll(), rules=tuple(rules.items()))
+
+    def place(*names: str) -> Action:
+        running = tuple(Running(name, "Module") for name in names)
+        return policy.decide(SavedTensorInfo(0, 0, 0, 0, BYTES, torch.float32, running))
+
+    assert place("0.attention", "0.attention.1") == Action(True, tier="host")
+    assert place("1.attention", "1.attention.1").stays
+    assert place("1.mlp") == Action(True, tier="ssd")
+    assert place("0") == KEEP
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"modules": {"*.mlp": "drive"}}, "has 'drive' for '\\*.mlp'.*\"ssd\""),
+        ({"modules": {"*.mlp": "host"}}, 'names the tier "host", and host gives none'),
+        ({"modules": {"*.mlp": "ssd"}, "amount": "auto"}, 'which amount "auto" chooses'),
+    ],
+)
+def test_rules_that_cannot_be_kept_are_errors(keys: dict[str, object], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config({"offload": {"directories": str(tmp_path), **keys}})

@@ -129,6 +129,6 @@ class StepChecks:
         else:
             why = (
                 f"the policy kept all {found.saved_bytes} bytes: raise offload.amount, and check that the patterns of "
-                "offload.include and offload.exclude leave something"
+                "offload.include, exclude and modules leave something"
             )
         logger.warning("offload is enabled and moved nothing in the first %d steps: %s", FIRST_STEPS, why)

@@ -1,0 +1,45 @@
+"""Metrics of a runtime in the log of a trainer, by the method that writes it: a callback sees a log only after it is in the
+trainer's history."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ssdtrain.integration.patching import Wrap
+from ssdtrain.metrics import shown
+from ssdtrain.runtime import Runtime
+from ssdtrain.telemetry.totals import Interval
+
+__all__ = ["adds_metrics", "metrics_since"]
+
+_PREFIX = "ssdtrain"
+
+
+def metrics_since(interval: Interval, runtime: Runtime) -> dict[str, float]:
+    """Return what log lines show, bytes and seconds per step since the last call, by name; {} where nothing is enabled."""
+    now = runtime.statistics()
+    if now is None:
+        return {}
+    values = interval.end(now)
+    return {f"{_PREFIX}/{metric.name}": values[metric.name] for metric in shown(now.declared(), values)}
+
+
+def adds_metrics(interval: Interval, runtime_of: Callable[[Any], Runtime | None]) -> Wrap:
+    """Make the wrapper of a trainer's `log(self, logs, ...)`, which adds metrics to logs that have a loss.
+
+    Args:
+        interval: begins with the runtime.
+        runtime_of: returns the runtime whose metrics belong in the log of a trainer; None: there is none.
+    """
+
+    def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+            runtime = runtime_of(self) if "loss" in logs else None
+            if runtime is not None:
+                logs = logs | metrics_since(interval, runtime)
+            return plain(self, logs, *args, **kwargs)
+
+        return log
+
+    return wrap
