@@ -5,8 +5,8 @@ Note: [How both are searched]
 For a number of chunks that stay, and of buffers beside them, all about model state is known: its bytes, the loads and stores of
 each block, and the seconds of the optimizer. What is left is a problem of blocks alone, which `ssdtrain.planner.search` answers;
 drives and link are shared in its simulation. The fewest and the most chunks and six numbers between are tried with two buffers
-and with one, then those around the best one ever closer. In `ssdtrain.state` a further buffer takes the memory of a chunk that stays,
-which saves more.
+and with one, then those around the best one ever closer. In `ssdtrain.state` a further buffer takes the memory of a chunk that
+stays, which saves more.
 
 Note: [What the optimizer's step takes]
 It comes after the passes, and is no part of the simulation. With chunks stepped on the device it is linear: seconds for what is
