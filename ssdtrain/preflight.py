@@ -80,9 +80,12 @@ def check_state(config: Config, served: bool) -> None:
     if not served:
         why = "is for models of plain PyTorch, given to ssdtrain.attach"
         allowed = "leaving it out, and the framework's own means for parameters and optimizer state"
-    elif config.compact is not None or config.plans:
-        why = f"meets {'plan' if config.compact is None else 'compact'}: not in this version"
-        allowed = "leaving out one of the two"
+    elif config.compact is not None:
+        why, allowed = "meets compact: not in this version", "leaving out one of the two"
+    elif config.plans and config.plan is not None and config.plan.device_limit is not None:
+        key, value = "ssdtrain.plan.device_limit", config.plan.device_limit
+        why, allowed = "meets the section state", "state.device_limit, which is for activations as well then"
+        raise ConfigError([ConfigIssue(key, exact_size(value), why, allowed)])
     else:
         return
     raise ConfigError([ConfigIssue("ssdtrain.state", config.state.to_dict(), why, allowed)])

@@ -153,6 +153,13 @@ class Runtime:
             self.compact = CompactLinear(config.compact, place, lambda: clock.steps)
         # 2. Offloading, what records it, what plans it: see Note: [Order of features].
         planning: list[Feature] = []
+        if config.state is not None:
+            directories = config.state.expand(rank=place.rank, local_rank=place.local_rank)
+            make_directories(directories, "ssdtrain.state.directories")
+            self.state = ModelState(
+                config.state, directories, place, **seams._asdict(), planned=bool(config.plans)
+            )
+            self.features = [self.state]  # closed if what follows raises
         if config.offload is not None:
             directories = config.offload.expand(rank=place.rank, local_rank=place.local_rank)
             make_directories(directories)
@@ -165,17 +172,13 @@ class Runtime:
                 policy=policy,
                 plan_blocks=plan_blocks,
                 compact=self.compact,
+                state=self.state,
                 faults=seams.faults,
                 staged=seams.staged,
                 reports=self._reports,
             )
-            self.features = [self.offload, *planning]  # closed if what follows raises
+            self.features += [self.offload, *planning]
         # 3. The rest.
-        if config.state is not None:
-            directories = config.state.expand(rank=place.rank, local_rank=place.local_rank)
-            make_directories(directories, "ssdtrain.state.directories")
-            self.state = ModelState(config.state, directories, place, **seams._asdict())
-            self.features.append(self.state)
         others = [part for part in (self.collectives, self.compact, self.state) if part is not None]
         if self.offload is not None or others or given:
             journal = self._journal

@@ -72,7 +72,7 @@ class OffloadConfig(StorageSection):
     codec: CodecName = "off"
     """Codec of offloaded floating-point tensors. With "exact" and "lossless" gradients are bit-identical, with "int8" and others
     they are not (docs/codecs.md). "auto": "exact", a quarter fewer bytes of bfloat16, on a GPU where a trial in the first steps
-    shows that these are shorter with it; not with `amount: "auto"` or under a plan, where no transfer is waited for (docs/gpu.md).
+    shows that these are shorter with it; not with `amount: "auto"` or under a plan, where nothing is waited for (docs/gpu.md).
     Default: tensors are stored unchanged. Boolean masks are always packed to bits."""
 
     modules: ModuleRules = ()

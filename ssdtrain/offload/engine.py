@@ -10,6 +10,8 @@ nothing of Python.
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -379,6 +381,16 @@ class OffloadEngine:
         return self._restorer.restore(handle)
 
     # Between the two
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Around what is none of the model's computation, and runs in its passes."""
+        began = self._timestamp()
+        try:
+            yield
+        finally:
+            if began is not None:
+                self.recorder.aside(began, self.device.timestamp())
 
     def begin_forward(self, tape: Tape) -> None:
         """The forward of `tape` begins."""

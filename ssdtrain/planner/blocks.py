@@ -24,6 +24,7 @@ from ssdtrain.offload.feature import ActivationOffload
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.execute import BlockActions, BlockPolicy, recomputed_meanwhile
+from ssdtrain.planner.joint import StateProfile
 from ssdtrain.planner.model.types import Pass
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
@@ -60,6 +61,7 @@ class Blocks(PlanSubject):
         named: the blocks; each may be recomputed.
         compact: compresses inputs of linear layers in the blocks that the plan says; None: nothing lossy is chosen.
         tiers: there is an offload section.
+        state: model state that comes and goes, which plans decide about as well; None: there is none.
 
     Attributes:
         agreement: of the ranks that recompute the same blocks.
@@ -78,8 +80,10 @@ class Blocks(PlanSubject):
         *,
         compact: CompactLinear | None = None,
         tiers: bool,
+        state: StateProfile | None = None,
     ) -> None:
         super().__init__()
+        self._state = state
         engine, blocks = offload.engine, named.blocks
         self.agreement = agreement = Agreement(named.group, tuple(blocks), engine.eligible.device)
         self._config, self._offload, self._policy, self._engine = config, offload, policy, engine
@@ -227,6 +231,8 @@ class Blocks(PlanSubject):
         self._recomputed = meanwhile if agreed is None else agreed
         self.controller.arena_used(self._leaves)
         self._actions.profile(self._recomputed, offload=self._tiers)
+        if self._state is not None:
+            self._state.begin()
         self._spans = BlockSpans(self._blocks, self._engine)
 
     def _profiled(self) -> bool:
@@ -259,6 +265,8 @@ class Blocks(PlanSubject):
         self._recorder.request("plan", self._steps >= WARM_UP)
         if self._steps > WARM_UP:
             self._records.append(record)
+            if self._state is not None:
+                self._state.step_ended()
         del self._records[:-RECORDED]
         recorded = {serial for one in self._records for _, serial, _ in one.order}
         self._found = {serial: self._found[serial] for serial in self._found.keys() & recorded}
@@ -311,7 +319,8 @@ class Blocks(PlanSubject):
                 "is offloaded",
                 self._steps,
             )
-        of = functools.partial(problem_of, self._measured, self._order, machine, self.impure)
+        state = None if self._state is None else self._state.costs()
+        of = functools.partial(problem_of, self._measured, self._order, machine, self.impure, state=state)
         problem = of()
         if self.agreement.recomputed is None:
             self.agreement.decide(lambda: self._best_recomputed(problem))
@@ -356,10 +365,16 @@ class Blocks(PlanSubject):
             self._remove_spans()
             self._records = []
             self._recorder.request("plan", False)
-        if before is not None and before.actions == plan.actions:
+        if before is not None and before == plan:
             return True
+        if self._state is not None and plan.state is not None:
+            self._state.follow(plan.state)
         self._actions.follow(self._measured, plan.actions, self._largest, self.agreement.recomputed)
         return False
+
+    @property
+    def beside(self) -> int:
+        return 0 if self._state is None else self._state.limit
 
     @property
     def agreed(self) -> bool:

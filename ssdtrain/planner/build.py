@@ -19,10 +19,13 @@ from ssdtrain.planner.blocks import Blocks
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.execute import BlockPolicy
 from ssdtrain.planner.finder import EQUAL, Goal
+from ssdtrain.planner.joint import StateProfile, same_drives
+from ssdtrain.planner.model.types import Link
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.planner.regions import AdaptivePolicy, Regions
 from ssdtrain.planner.subject import PlanSubject
+from ssdtrain.state.feature import ModelState
 from ssdtrain.storage import Faults
 
 __all__ = ["offload_features"]
@@ -40,6 +43,7 @@ def offload_features(
     policy: OffloadPolicy | None = None,
     plan_blocks: PlanBlocks | None = None,
     compact: CompactLinear | None = None,
+    state: ModelState | None = None,
     faults: Faults | None = None,
     staged: bool | None = None,
     reports: bool = False,
@@ -50,6 +54,7 @@ def offload_features(
         config: has an offload section or a plan; directories exist.
         policy, plan_blocks, faults, staged: see `Runtime`.
         compact: whose compression a plan may choose, see `plan.compress`.
+        state: of which a plan decides what stays on the device; None: there is no such section.
         reports: log what was planned.
 
     Raises:
@@ -84,7 +89,7 @@ def offload_features(
     if isinstance(followed, BlockPolicy):
         offload.engine.eligible.record_from(RECORDED_FROM)
     try:
-        return offload, [_planning(config, offload, followed, named, compact, plot, reports)]
+        return offload, [_planning(config, offload, followed, named, compact, state, plot, reports)]
     except BaseException:
         offload.close()
         raise
@@ -102,6 +107,7 @@ def _planning(
     policy: OffloadPolicy | None,
     named: PlanBlocks,
     compact: CompactLinear | None,
+    state: ModelState | None,
     plot: Path | None,
     reports: bool,
 ) -> Feature:
@@ -118,7 +124,8 @@ def _planning(
         assert plan is not None
         exact, tiers = checkpoint.exact(config.checkpoint), config.offload is not None
         lossy = compact if plan.compress else None
-        subject = Blocks(plan, offload, policy, named, exact, compact=lossy, tiers=tiers)
+        measured = None if state is None else _profile_of(state, config, offload)
+        subject = Blocks(plan, offload, policy, named, exact, compact=lossy, tiers=tiers, state=measured)
     else:
         assert isinstance(policy, AdaptivePolicy) and config.offload is not None
         limited, strict = plan is None and config.offload.device_budget is not None, plan is not None
@@ -136,6 +143,15 @@ def _planning(
     )
 
 
+def _profile_of(state: ModelState, config: Config, offload: ActivationOffload) -> StateProfile:
+    """Measure `state`, whose hooks the engine does not take for the model's computation."""
+    state.beside = offload.engine.aside
+    link = offload.engine.device.link_bandwidth()
+    mine = [] if config.offload is None else [drive.path for drive in offload.store.metrics.drives]
+    shared = bool(mine) and same_drives([Path(one) for one in mine], state.directories)
+    return StateProfile(state, "ssd" if shared else "state", None if link is None else Link(*link))
+
+
 def goal_of(config: Config, *, by_blocks: bool) -> Goal:
     """What a config asks of plans: the section `plan`, or without it `offload.device_budget`."""
     if not config.plans or config.plan is None:
@@ -143,6 +159,11 @@ def goal_of(config: Config, *, by_blocks: bool) -> Goal:
         budget = config.offload.device_budget
         return Goal.of_budget(budget)
     plan = config.plan
+    if config.state is not None:
+        limit = config.state.device_limit
+        memory = plan.memory if plan.objective is not None else limit is None
+        slowdown = plan.slowdown if memory else plan.max_slowdown
+        return Goal(limit, "state.device_limit", memory, slowdown, plan.max_slowdown)
     hidden = 0.0 if by_blocks else EQUAL if plan.slowdown is None else min(EQUAL, plan.slowdown)
     return Goal(
         plan.device_limit,
@@ -176,6 +197,10 @@ def _check_plan(config: Config, named: PlanBlocks, policy: OffloadPolicy | None,
         allowed = "leaving it out: what compact says is compressed everywhere"
         text = f"can compress no block here: {reason}"
         raise ConfigError([ConfigIssue("ssdtrain.plan.compress", True, text, allowed)])
+    if config.state is not None and not named.blocks:
+        text = f"finds no block to decide about: {named.why}"
+        allowed = "plan.blocks that name the modules of state.blocks, or no plan beside state"
+        raise ConfigError([ConfigIssue("ssdtrain.plan", config.plan.mode, text, allowed)])
     if named.blocks or named.empty_stage:
         return
     if config.plan.recompute == "on":

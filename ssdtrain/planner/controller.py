@@ -135,7 +135,7 @@ class PlanController(Feature):
         self._engine.drain()  # notes the end of the last backward
         self._plot.step_ended()
         peaks = self._engine.meter.begin_recent()
-        self._limit.step_ended(peaks.alive, planned=self.plan is not None)
+        self._limit.step_ended(peaks.alive + self.subject.beside, planned=self.plan is not None)
         self.derating.step_ended(self._store.metrics, self._engine.metrics.offloaded_bytes, step.elapsed)
         fresh = self.subject.step_ended(peaks.unoffloaded)
         # 2. Plan, where one is due.
@@ -279,6 +279,7 @@ class PlanController(Feature):
     def _follow(
         self, problem: SearchProblem, kept: StepTimeline, plan: Plan, found: FoundPlans | None, *, bound: bool
     ) -> None:
+        problem = problem.under(plan.state)
         if self._reshaped:
             self._known.clear()
         new = plan.actions not in self._known

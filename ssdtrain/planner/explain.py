@@ -101,12 +101,20 @@ def plan_table(
             # Where no module is known, the name of a region has the chunk too.
             several = f"chunk {number}: " if len(problem.chunks) > 1 else ""
             lines.append(f"  {several}{text.replace(f'chunk {number}, ', '')}")
+    what, passes = "activation peak", "forward and backward"
+    if best.state is not None and problem.state is not None:
+        what, passes = "peak of activations and model state", "step"
+        chunks = len(problem.state.chunks)
+        lines.append(
+            f"  model state: {best.state.persistent} of {chunks} chunks stay, {best.state.buffers} of the others are there at a "
+            f"time: {size_text(best.state.limit)}"
+        )
     bound = "" if limit is None else f" of {size_text(limit)}"
     for which, plan in zip(["predicted", *["next best"] * 3], plans, strict=False):
         after = f", waits {duration_text(plan.timeline.stall)}" if plan.timeline.stall > 1e-9 else ""
         after += "" if plan is best else f": {plan.summary()}"
         lines.append(
-            f"  {which}: activation peak {size_text(plan.peak)}{bound}, forward and backward x{_ratio(plan, kept):.3f} "
+            f"  {which}: {what} {size_text(plan.peak)}{bound}, {passes} x{_ratio(plan, kept):.3f} "
             f"of keeping everything ({size_text(kept.peak_bytes)}){after}"
         )
     for case, other in better:

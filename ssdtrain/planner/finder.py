@@ -24,6 +24,7 @@ from ssdtrain.config.units import format_size
 from ssdtrain.device import CudaDevice
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.explain import alternatives
+from ssdtrain.planner.joint import best_with_state
 from ssdtrain.planner.model.types import DEVICE, StepTimeline
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
 from ssdtrain.planner.search import search
@@ -175,34 +176,43 @@ class PlanFinder:
         goal = self.goal
         device = None if goal.limit is None else int(goal.limit / larger)
         limits = Limits(device, seconds=_most_seconds(kept, goal.slowdown), rate=rate)
-        objective = Objective(0, 1) if goal.memory else self._shortest(kept)
+        objective = Objective(0, 1) if goal.memory else self._shortest(problem, kept)
         found = FoundPlans(_search(problem, limits, objective), limits, objective)
         room = self._headroom() if goal.limit is None else None
         if room is None or larger * found.plans[0].peak <= room:
             return found
         limits = Limits(int(room / larger), seconds=_most_seconds(kept, goal.most_slowdown), rate=rate)
-        objective = self._shortest(kept)
+        objective = self._shortest(problem, kept)
         try:
             return FoundPlans(_search(problem, limits, objective), limits, objective)
         except NoPlan as error:
             self._headroom.exceeded(room, error)
             return FoundPlans([error.nearest], replace(limits, device=None), Objective(0, 1))
 
-    def _shortest(self, kept: StepTimeline) -> Objective:
+    def _shortest(self, problem: SearchProblem, kept: StepTimeline) -> Objective:
+        if problem.undecided:
+            return Objective()  # keeping everything saved is slow where it leaves no memory for model state
         return Objective(hidden=kept.seconds * (1 + self.goal.hidden))
 
 
-def _search(problem: SearchProblem, limits: Limits, objective: Objective) -> Sequence[Plan]:
+def _search(
+    problem: SearchProblem, limits: Limits, objective: Objective, effort: float = 1.0
+) -> Sequence[Plan]:
     """The best plans of `search`, among them always the best one that moves nothing: of many blocks only some plans are tried,
     and tiers must not make the answer worse."""
+    if problem.undecided:
+        return best_with_state(
+            problem, lambda left, part: _search(left, limits, objective, part), limits, objective
+        )
     staying = {name: choice for name, choice in problem.actions.items() if choice.tier == DEVICE}
     if len(staying) == len(problem.actions) or len(staying) == 1:
-        return search(problem, limits, objective)
+        return search(problem, limits, objective, effort=effort)
     try:
-        known = search(replace(problem, actions=staying), limits, objective, runners_up=0)[0]
+        moves_nothing = replace(problem, actions=staying)
+        known = search(moves_nothing, limits, objective, runners_up=0, effort=effort)[0]
     except NoPlan as error:
         known = error.nearest
-    return search(problem, limits, objective, known=known.actions)
+    return search(problem, limits, objective, known=known.actions, effort=effort)
 
 
 def _most_seconds(kept: StepTimeline, slowdown: float | None) -> float | None:

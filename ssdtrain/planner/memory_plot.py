@@ -119,8 +119,10 @@ class PlanPlot:
         self._plans += 1
         if self._plans > 3 and self._plans & (self._plans - 1):
             return
-        predicted = play(replace(problem, steps=2), plan.actions, memory=True).timeline.memory
-        self._panel = MemoryPanel(plan.summary(), predicted, (), limit)
+        alone = replace(problem, steps=2, beside=0, after=0.0)
+        predicted = play(alone, plan.actions, memory=True).timeline.memory
+        left = None if limit is None else limit - problem.beside
+        self._panel = MemoryPanel(plan.summary(), predicted, (), left)
 
     def cancel(self) -> None:
         """No plan is followed."""

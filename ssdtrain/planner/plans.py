@@ -6,12 +6,16 @@ import copyreg
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ssdtrain import ranks
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import COMPRESS, KEPT, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
+
+if TYPE_CHECKING:
+    from ssdtrain.planner.joint import StateCosts
+    from ssdtrain.state.plan import StateChoice
 
 __all__ = [
     "Limits",
@@ -52,6 +56,9 @@ class SearchProblem:
         parts: by name, offload of ever larger shares of a block to the first tier: for blocks that are so large that all or
             nothing is too coarse.
         beside: bytes that are on the device all the time, and in no block.
+        after: seconds of a step after its passes: the optimizer.
+        state: model state that comes and goes, which a plan decides about too (`ssdtrain.planner.joint`); None: there is none.
+        chosen: what of it stays, as `beside`, `after`, the machine and the loads of blocks have it; None: it is not decided.
     """
 
     chunks: Sequence[Sequence[Block]]
@@ -64,6 +71,20 @@ class SearchProblem:
     steps: int = 1
     parts: Mapping[str, Choice] = field(default_factory=dict)
     beside: int = 0
+    after: float = 0.0
+    state: StateCosts | None = None
+    chosen: StateChoice | None = None
+
+    def under(self, choice: StateChoice | None) -> SearchProblem:
+        """Return the problem of blocks that is left under a choice of what of the model state stays."""
+        if self.state is None or self.chosen is not None or choice is None:
+            return self
+        return self.state.applied(self, choice)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether what of the model state stays is a part of the question."""
+        return self.state is not None and self.chosen is None
 
     @property
     def blocks(self) -> list[Block]:
@@ -141,10 +162,12 @@ class Plan:
     Attributes:
         actions: names, one per block over all chunks.
         timeline: the simulated step.
+        state: what of the model state stays; None: the plan does not say.
     """
 
     actions: tuple[str, ...]
     timeline: StepTimeline = field(compare=False)
+    state: StateChoice | None = None
 
     @property
     def seconds(self) -> float:
@@ -194,7 +217,8 @@ class NoPlan(ValueError):
             and self.nearest.seconds > limits.seconds
             and (limits.device is None or smallest.peak <= limits.device)
         )
-        parts = {**_parts(smallest, blocks), "buffers of loads": buffers}
+        state = 0 if smallest.state is None else smallest.state.limit
+        parts = {**_parts(smallest, blocks), "buffers of loads": buffers, "model state": state}
         limited = [
             f"{format_size(limits.device)} on the device" if limits.device is not None else "",
             f"{limits.seconds:.3g} s a step" if limits.seconds is not None else "",
@@ -208,7 +232,8 @@ class NoPlan(ValueError):
                 "plan.max_slowdown), or use a larger microbatch or a faster tier"
             )
         super().__init__(
-            f"no plan keeps to {' and '.join(one for one in limited if one)}: the smallest peak of activations found is "
+            f"no plan keeps to {' and '.join(one for one in limited if one)}: the smallest peak of activations"
+            f"{'' if smallest.state is None else ' and model state'} found is "
             f"{format_size(smallest.peak)} ({smallest.summary()}), of which {listed}; {remedy}"
         )
 
@@ -257,11 +282,14 @@ def play(problem: SearchProblem, actions: Sequence[str], *, memory: bool = False
     of = problem
     choices = of.choices(actions)
     step = simulate(of.chunks, choices, of.order, of.machine, steps=of.steps, memory=memory)
+    step.seconds += of.after
     step.peak_bytes += of.beside
     step.memory = [(when, nbytes + of.beside) for when, nbytes in step.memory]
-    return Plan(tuple(actions), step)
+    return Plan(tuple(actions), step, of.chosen)
 
 
 def kept_step(problem: SearchProblem) -> StepTimeline:
-    """The step that keeps everything."""
+    """The step that keeps everything saved, and as little of the model state as possible."""
+    if problem.state is not None and problem.chosen is None:
+        problem = problem.under(problem.state.choice(0, 2))
     return play(problem, ["keep"] * len(problem.blocks)).timeline

@@ -12,7 +12,7 @@ import statistics
 from collections import Counter
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -22,6 +22,9 @@ from ssdtrain.planner.plans import SearchProblem, actions_for
 from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.spans import BlockSpan
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
+
+if TYPE_CHECKING:
+    from ssdtrain.planner.joint import StateCosts
 
 __all__ = [
     "MeasuredBlock",
@@ -464,12 +467,14 @@ def problem_of(
     machine: Machine,
     impure: Container[str],
     recomputed: Container[str] | None = None,
+    state: StateCosts | None = None,
 ) -> SearchProblem:
     """What is searched for these blocks. Without a block that may be recomputed there is no such action; the same with compress.
 
     Args:
         impure: names of blocks that must not run again.
         recomputed: names of the blocks that are recomputed, which is decided already; None: it is not.
+        state: see `SearchProblem`.
     """
     again = [recomputed is not None and bool(piece.name) and piece.name in recomputed for piece in measured]
     pure = (
@@ -486,7 +491,7 @@ def problem_of(
     actions = actions_for(machine, recompute=any(pure), compress=compress)
     never = frozenset(number for number, may in enumerate(pure) if not may)
     always = frozenset(number for number, must in enumerate(again) if must)
-    return SearchProblem([blocks], order, machine, actions, fixed - always, never, always)
+    return SearchProblem([blocks], order, machine, actions, fixed - always, never, always, state=state)
 
 
 # Both

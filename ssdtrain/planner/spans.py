@@ -139,7 +139,8 @@ class BlockSpans:
         why = "" if may_run_again(arguments) else OBJECT
         why = why or (OTHER_PARAMETERS if has_other_parameters(block) else "")
         span = BlockSpan(name, len(tape.regions), plain=not why, why=why)
-        began = self._engine.device.timestamp() if self._recorder() is not None else None
+        recorder = self._recorder()
+        began = None if recorder is None else recorder.clock(self._engine.device.timestamp())
         counted = self._engine.meter.unoffloaded_bytes
         watched = [*tensors, *block.buffers()]
         self._running = _RunningBlock(
@@ -181,7 +182,7 @@ class BlockSpans:
             span.why = f"it changes {changed} in place"
         if recorder is not None and running.began is not None:
             last = recorder.last_packed(tape)
-            ended = self._engine.device.timestamp()
+            ended = recorder.clock(self._engine.device.timestamp())
             span.timestamps = (running.began, running.began if last is None else last, ended)
         for region in saved:
             if region.seen.key in running.storages:

@@ -94,6 +94,11 @@ class PlanSubject(Feature, ABC):
     def requested(self) -> None:
         """A plan is due."""
 
+    @property
+    def beside(self) -> int:
+        """Bytes on the device beside activations that count in the limit."""
+        return 0
+
     @abstractmethod
     def moves(self) -> bool:
         """Whether bandwidths are measured under the plan."""

@@ -22,6 +22,40 @@ class _RecordedTimestamp(Protocol):
     def seconds(self) -> float | None: ...
 
 
+class _Aside:
+    """Time that was spent aside until some moment: from `began` to `ended`, and before."""
+
+    def __init__(self, before: _Aside | None, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
+        self._before, self._began, self._ended = before, began, ended
+        self._total: float | None = None
+
+    def seconds(self) -> float | None:
+        """Return the seconds in all; None: the device has not come to the end."""
+        if self._ended.seconds() is None:
+            return None
+        chain: list[_Aside] = []
+        one: _Aside | None = self
+        while one is not None and one._total is None:
+            chain.append(one)
+            one = one._before
+        total = 0.0 if one is None or one._total is None else one._total
+        for one in reversed(chain):
+            total += _passed(one._ended) - _passed(one._began)
+            one._total, one._before = total, None
+        return total
+
+
+class _WithoutAside:
+    """A timestamp of a clock that stands still while something runs aside."""
+
+    def __init__(self, plain: _RecordedTimestamp, aside: _Aside) -> None:
+        self.plain, self._aside = plain, aside
+
+    def seconds(self) -> float | None:
+        plain, aside = self.plain.seconds(), self._aside.seconds()
+        return None if plain is None or aside is None else plain - aside
+
+
 class _RecordedTape(Protocol):
     chunk: int
     nbytes: int
@@ -153,16 +187,16 @@ class _RecordedPass:
         made: list[tuple[str, float, float]] = []
         for hook in self.hooks:
             if hook.regions > len(made):
-                made.append((hook.made.name, _passed(hook.began), _passed(hook.ended)))
+                made.append((hook.made.name, _ran_at(hook.began), _ran_at(hook.ended)))
         if self.began is not None and self.saved is not None:
-            yield PassTimes("forward", self.chunk, _passed(self.began), _passed(self.saved), tuple(made))
+            yield PassTimes("forward", self.chunk, _ran_at(self.began), _ran_at(self.saved), tuple(made))
         used = [
-            (made[use.region][0], _passed(use.began), _passed(use.ended))
+            (made[use.region][0], _ran_at(use.began), _ran_at(use.ended))
             for use in self.uses
             if use.region < len(made)
         ]
         if used:
-            last = used[-1][2] if self.ended is None else max(used[-1][2], _passed(self.ended))
+            last = used[-1][2] if self.ended is None else max(used[-1][2], _ran_at(self.ended))
             yield PassTimes("backward", self.chunk, used[0][1], last, tuple(used))
 
     def _forward(self) -> tuple[list[float], list[int], list[_Made], list[float], list[float]]:
@@ -226,6 +260,11 @@ def _passed(timestamp: _RecordedTimestamp) -> float:
     return seconds
 
 
+def _ran_at(timestamp: _RecordedTimestamp) -> float:
+    """Return the time of the device itself."""
+    return _passed(timestamp.plain if isinstance(timestamp, _WithoutAside) else timestamp)
+
+
 class StepRecord:
     """The passes of one step, in the order in which they began."""
 
@@ -269,6 +308,7 @@ class PassRecorder:
         self._serial = 0
         self._passes: WeakKeyDictionary[Any, _RecordedPass] = WeakKeyDictionary()
         self._current: _RecordedPass | None = None  # whose backward runs
+        self._aside: _Aside | None = None
 
     def request(self, user: str, on: bool) -> None:
         """`user` needs what is recorded from now on, or does not any more; `active` while anyone does. What it has not taken is
@@ -291,12 +331,20 @@ class PassRecorder:
     def _without(self, user: str) -> None:
         self._records = {other: record for other, record in self._records.items() if other != user}
 
+    def aside(self, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
+        """Something ran that is none of the model's computation: passes do not count its time."""
+        self._aside = _Aside(self._aside, began, ended)
+
+    def clock(self, now: _RecordedTimestamp) -> _RecordedTimestamp:
+        """Return the timestamp without what ran aside so far."""
+        return now if self._aside is None else _WithoutAside(now, self._aside)
+
     def forward_began(self, tape: _RecordedTape, now: _RecordedTimestamp) -> None:
         self._host_time()  # what was spent before the forward is none of its hooks'
         self._coded_time()
         self._serial += 1
         found = self._passes[tape] = _RecordedPass(self._serial, tape.chunk)
-        found.began = now
+        found.began = self.clock(now)
         for record in self._records.values():
             record._passes.append(found)
         self._add("forward", found)
@@ -305,7 +353,7 @@ class PassRecorder:
     def forward_ended(self, tape: _RecordedTape, now: _RecordedTimestamp) -> None:
         found = self._passes.get(tape)
         if found is not None:
-            found.saved = now
+            found.saved = self.clock(now)
             self._reached(now)
 
     def packed(self, tape: _RecordedTape, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
@@ -316,7 +364,9 @@ class PassRecorder:
             region = tape.regions[-1] if count > (found.hooks[-1].regions if found.hooks else 0) else None
             if region is not None:  # else there is no new one, or it was released meanwhile
                 made = _Made(region.name, region.stays, region.operator)
-            found.hooks.append(_Hook(count, tape.nbytes, made, began, ended, spent, coded))
+            found.hooks.append(
+                _Hook(count, tape.nbytes, made, self.clock(began), self.clock(ended), spent, coded)
+            )
             self._reached(ended)
 
     def unpacked(
@@ -335,7 +385,7 @@ class PassRecorder:
         if not found.uses:
             self._add("backward", found)
         self._current = found
-        found.uses.append(_Use(index, began, ended, spent, coded, from_tier))
+        found.uses.append(_Use(index, self.clock(began), self.clock(ended), spent, coded, from_tier))
         self._reached(ended)
 
     def last_packed(self, tape: _RecordedTape) -> _RecordedTimestamp | None:
@@ -352,7 +402,7 @@ class PassRecorder:
         """The backward that ran last is over."""
         current, self._current = self._current, None
         if current is not None:
-            current.ended = now
+            current.ended = self.clock(now)
             self._reached(now)
 
     def take(self, user: str = "plan") -> StepRecord:

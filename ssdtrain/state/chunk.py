@@ -56,6 +56,7 @@ class Part:
     Attributes:
         tensors: those that exist.
         stays: they never leave memory, and `nbytes` is 0: they count as what stays, or not as the device's.
+        pinned: they are in memory, and stay there until a plan says otherwise.
         failed: a store of it has failed, which was raised; its memory has the only copy and is not freed.
     """
 
@@ -64,7 +65,7 @@ class Part:
         self.nbytes = nbytes
         self.tensors: list[StoredTensor] = []
         self.where = Where.AWAY
-        self.stays = self.failed = False
+        self.stays = self.pinned = self.failed = False
 
     @property
     def counts(self) -> bool:

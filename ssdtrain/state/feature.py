@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from ssdtrain.state.hooks import BlockHooks
 from ssdtrain.state.host_steps import HostOptimizer
 from ssdtrain.state.metrics import StateMetrics
 from ssdtrain.state.optimizer import ChunkedOptimizer
-from ssdtrain.state.plan import StatePlan, plan_state
-from ssdtrain.state.residency import Residency
+from ssdtrain.state.plan import CHUNK_BUFFERS, StateChoice, StateChunk, StatePlan, plan_state
+from ssdtrain.state.residency import Residency, StateTimes
 from ssdtrain.state.stored import StoredTensor
 from ssdtrain.state.transfers import InPlace, Staged, StateTransfers
 from ssdtrain.state.vertical import run_vertically
 from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget, defer_signals
+from ssdtrain.storage.metrics import TierMetrics
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.text import size_text
 
@@ -46,8 +48,11 @@ class ModelState(Feature):
         directories: of this rank.
         place: of this rank.
         faults, staged: see `Runtime`.
+        planned: a plan of blocks decides what stays (`follow`); until then as little as possible does.
 
     Attributes:
+        directories: of this rank.
+        beside: see `BlockHooks`; set before `attach`.
         optimizer: of the model; set before `attach`.
         plan: what stays on the device; None before `attach`.
 
@@ -64,8 +69,11 @@ class ModelState(Feature):
         *,
         faults: Faults | None = None,
         staged: bool | None = None,
+        planned: bool = False,
     ) -> None:
         warn_of_untested_torch()
+        self.directories, self._planned = directories, planned
+        self.beside: Callable[[], AbstractContextManager[None]] = nullcontext
         self.optimizer: torch.optim.Optimizer | None = None
         self.plan: StatePlan | None = None
         self._config = config
@@ -130,6 +138,7 @@ class ModelState(Feature):
         self._residency = Residency(moving, self.plan.limit, self.plan.fixed, self._metrics)
         transfers = self._transfers(self._store, largest)
         self._hooks = BlockHooks(self._residency, transfers)
+        self._hooks.beside = self.beside
         self._state_dicts = StateDicts(model, self._residency, prefixes)
         parts = optimizer, self._residency, self._hooks, transfers, self._store
         if self._config.optimizer == "device":
@@ -143,7 +152,7 @@ class ModelState(Feature):
     def _plan(self, chunks: Sequence[Chunk], outside: int) -> StatePlan:
         limit, whole = self._config.device_limit, [chunk.nbytes for chunk in chunks]
         if self._config.optimizer == "device":
-            return plan_state(whole, outside, limit)
+            return plan_state(whole, outside, self._at_first(limit, outside, whole))
         self._share_host(chunks)
         values = [chunk.values.nbytes for chunk in chunks]
         passing = [
@@ -152,7 +161,13 @@ class ModelState(Feature):
             + (0 if chunk.state.stays or not self._in_place else chunk.state.nbytes)
             for chunk in chunks
         ]
-        return plan_state(whole, outside, limit, passing, values)
+        return plan_state(whole, outside, self._at_first(limit, outside, passing), passing, values)
+
+    def _at_first(self, limit: int | None, outside: int, passing: Sequence[int]) -> int | None:
+        """Return the limit until there is a plan of blocks, which shares `device_limit` with activations."""
+        if limit is None or not self._planned:
+            return limit
+        return min(limit, outside + CHUNK_BUFFERS * max(passing))
 
     def _share_host(self, chunks: Sequence[Chunk]) -> int:
         """Let optimizer state of chunks that the CPU steps stay in host memory, and gradients where that is the device's, as far
@@ -280,6 +295,57 @@ class ModelState(Feature):
         finally:
             for chunk in chunks.values():
                 chunk.held = False
+
+    # Plans of blocks
+
+    @property
+    def fixed(self) -> int:
+        """Bytes on the device whatever `follow` is given."""
+        return 0 if self.plan is None else self.plan.fixed
+
+    @property
+    def limit(self) -> int:
+        """Bytes on the device at most, now."""
+        return self._metrics.limit_bytes
+
+    def planned_chunks(self) -> list[StateChunk]:
+        """List what comes and goes."""
+        in_place, on_cpu = self._in_place, self._config.optimizer == "cpu"
+        found = []
+        for chunk in () if self._residency is None else self._residency.chunks:
+            values, gradients = (
+                (0 if part.stays else part.nbytes) for part in (chunk.values, chunk.gradients)
+            )
+            state = chunk.state.nbytes if in_place or not on_cpu else 0
+            whole = values + gradients + state
+            found.append(StateChunk(chunk.name, values, gradients, values if on_cpu else whole, whole))
+        return found
+
+    def times(self) -> StateTimes:
+        """Return what was measured since the start."""
+        return StateTimes() if self._residency is None else replace(self._residency.times)
+
+    def tiers(self) -> Sequence[TierMetrics]:
+        """Return the counters of the drives, or of host memory where there are none."""
+        store = None if self._store is None else self._store.metrics
+        if store is None:
+            return ()
+        return store.drives or (() if store.host is None else (store.host,))
+
+    def follow(self, choice: StateChoice) -> None:
+        """Let other chunks stay from the next forward on. Called between steps.
+
+        Raises:
+            IOFailure: something could not be read or written.
+        """
+        if self._residency is None or self._chunked is None:
+            return
+        self._chunked.finish_steps()
+        self._residency.unpin_all(choice.limit)
+        for chunk in self._residency.chunks[: choice.persistent]:
+            self._residency.pin(chunk, *((chunk.values,) if self._config.optimizer == "cpu" else chunk.parts))
+        assert self.plan is not None
+        self._metrics.persistent_chunks = self.plan.persistent + choice.persistent
 
     def detach(self) -> None:
         """Bring everything back into memory, and give the model and the optimizer back their methods.

@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -89,6 +90,9 @@ class BlockHooks:
     Args:
         residency: of the chunks.
         transfers: for gradients that leave.
+
+    Attributes:
+        beside: makes a context for what runs in a hook, and is none of the model's computation.
     """
 
     def __init__(self, residency: Residency, transfers: StateTransfers) -> None:
@@ -99,6 +103,7 @@ class BlockHooks:
         self._handles: list[RemovableHandle] = []
         self.keeper: object = None  # lives as long as the hooks
         self._steps: BackwardSteps | None = None
+        self.beside: Callable[[], AbstractContextManager[None]] = nullcontext
         for chunk in residency.chunks:
             self._watch(chunk)
 
@@ -126,6 +131,11 @@ class BlockHooks:
         for chunk in self._residency.chunks:
             chunk.graph_task = None  # the end of a backward that is running changes nothing
 
+    @contextmanager
+    def _hook(self) -> Iterator[None]:
+        with self.beside(), self._residency.in_a_hook():
+            yield
+
     # Forward
 
     def _before_forward(self, chunk: Chunk) -> Callable[..., None]:
@@ -138,12 +148,13 @@ class BlockHooks:
             recompute = torch._C._current_graph_task_id() != -1
             if not recompute:
                 self.end_abandoned()
-            self._expect(_RECOMPUTE if recompute else FORWARD, chunk)
-            self._residency.load(chunk, chunk.values)
-            if not chunk.forwards:
-                chunk.first_node = torch._C._autograd._get_sequence_nr()
-            chunk.forwards += 1
-            self.prefetch()
+            with self._hook():
+                self._expect(_RECOMPUTE if recompute else FORWARD, chunk)
+                self._residency.load(chunk, chunk.values)
+                if not chunk.forwards:
+                    chunk.first_node = torch._C._autograd._get_sequence_nr()
+                chunk.forwards += 1
+                self.prefetch()
 
         return before
 
@@ -151,8 +162,9 @@ class BlockHooks:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             if chunk.forwards:  # else its load failed, or the hooks came in the middle of it
                 chunk.forwards -= 1
-            self._await_backward(chunk, output)
-            self.prefetch()
+            with self._hook():
+                self._await_backward(chunk, output)
+                self.prefetch()
 
         return after
 
@@ -200,7 +212,8 @@ class BlockHooks:
         def before(gradient: torch.Tensor) -> None:
             hooks = weak()
             if hooks is not None and hooks._handles:
-                hooks._begin_backward(chunk)
+                with hooks._hook():
+                    hooks._begin_backward(chunk)
 
         return before
 
@@ -236,10 +249,11 @@ class BlockHooks:
                     f"{chunk.names[parameter]} has a sparse gradient, which cannot leave memory (config section state): use "
                     "dense gradients, or leave the module out by state.blocks"
                 )
-            chunk.missing.discard(parameter)
-            if chunk.graph_task is not None and not chunk.missing:
-                self._end_backward(chunk, parameter)
-            self.prefetch()
+            with self._hook():
+                chunk.missing.discard(parameter)
+                if chunk.graph_task is not None and not chunk.missing:
+                    self._end_backward(chunk, parameter)
+                self.prefetch()
 
         return accumulated
 

@@ -171,17 +171,24 @@ class ChunkStep:
         """Free what the thread has copies of."""
         if not self._owner.in_place:
             self._owner.residency.forget(self._chunk.gradients)
-            self._owner.residency.forget(self._chunk.values)
+            if not self._chunk.values.pinned:
+                self._owner.residency.forget(self._chunk.values)
 
     def _take(self) -> None:
         """Let the chunk have the bytes that the thread has left, once; if it had all of them."""
         stored = {value.tensor: value for value in self._chunk.values.tensors}
         for parameter, value, gradient, *_ in () if self._taken else self._tensors:
             torch.autograd.graph.increment_version(parameter)
-            if self._loaded and parameter in stored:
+            if (
+                self._loaded
+                and parameter in stored
+                and (self._owner.in_place or not self._chunk.values.pinned)
+            ):
                 stored[parameter].take(value)
             elif self._loaded:
                 self._owner.from_host(value, parameter)
+                if parameter in stored:
+                    stored[parameter].in_slot = False
             value.release()
             gradient.release()
         if self._loaded and not self._taken:
@@ -329,7 +336,9 @@ class HostOptimizer(ChunkedOptimizer):
             chunk.forwards = 0  # of one that an interrupt has ended
             if self._fall_due(chunk, None):
                 self._due.append(chunk)
+        began = time.perf_counter()
         self._step_outside(self._of_chunk[None])
+        self._residency.times.outside += time.perf_counter() - began
         for chunk in self._residency.chunks:
             chunk.backwards, chunk.norms = 0, {}
         self._factor, self._next_factor = self._next_factor, None

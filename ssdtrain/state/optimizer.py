@@ -10,6 +10,7 @@ Note: [One chunk at a time]
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -140,12 +141,16 @@ class ChunkedOptimizer:
         self._hooks.end_abandoned()
         for chunk in self._residency.chunks:
             chunk.forwards = 0  # of one that an interrupt has ended
-        groups = self._groups()
+        groups, times = self._groups(), self._residency.times
         options = Options(self.optimizer)
+        began = time.perf_counter()
         self._step_of(groups[None], options)
+        times.outside += time.perf_counter() - began
+        began = time.perf_counter()
         for chunk in self._residency.chunks:
             if any(parameter.grad is not None for parameter in chunk.parameters):
                 self._step(chunk, groups[chunk], options)
+        times.chunks += time.perf_counter() - began
         options.finish()
         self._hooks.prefetch()
         return loss
@@ -165,7 +170,9 @@ class ChunkedOptimizer:
             self._hooks.prefetch(patient=True)
             for part in chunk.parts:
                 self._residency.settle(part)
+            began = time.perf_counter()
             self._step_of(parameters, options)
+            self._residency.times.computing += time.perf_counter() - began
             for tensor in (*chunk.values.tensors, *chunk.state.tensors):
                 tensor.in_slot = False
             self.adopt_state(chunk)
@@ -302,6 +309,9 @@ class ChunkedOptimizer:
                 if id(stored.tensor) not in present:
                     self._free(stored)
             chunk.state.tensors = [stored for stored in chunk.state.tensors if id(stored.tensor) in present]
+
+    def finish_steps(self) -> None:
+        """Make all steps that are due, and wait for their end."""
 
     def counting(self, microbatches: int) -> AbstractContextManager[None]:
         """Return a context in which so many backwards make a step."""

@@ -8,10 +8,44 @@ from dataclasses import dataclass
 from ssdtrain.config import ConfigError, ConfigIssue, exact_size
 from ssdtrain.config.units import format_size
 
-__all__ = ["StatePlan", "plan_state"]
+__all__ = ["CHUNK_BUFFERS", "StateChoice", "StateChunk", "StatePlan", "plan_state"]
 
 CHUNK_BUFFERS = 2
 """Chunks in memory at a time beside those that stay: one that computes, one that is loaded or stored."""
+
+
+@dataclass(frozen=True)
+class StateChunk:
+    """A chunk as a plan of blocks sees it, in bytes.
+
+    Attributes:
+        name: of its block.
+        values: parameters, which come for a forward and for a backward.
+        gradients: that leave after a backward, and come again for that of a further microbatch.
+        staying: on the device where it stays there.
+        passing: on the device at most while it passes.
+    """
+
+    name: str
+    values: int
+    gradients: int
+    staying: int
+    passing: int
+
+
+@dataclass(frozen=True)
+class StateChoice:
+    """What of the model state is on the device: see `ModelState.follow`.
+
+    Attributes:
+        persistent: the first so many chunks stay; where the CPU steps them, their parameters.
+        buffers: chunks that may be in memory beside these.
+        limit: bytes on the device at most.
+    """
+
+    persistent: int
+    buffers: int
+    limit: int
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
 
 import torch
 
@@ -28,9 +30,31 @@ from ssdtrain.state.metrics import StateMetrics
 from ssdtrain.storage import IOFailure, signals_deferred
 from ssdtrain.text import size_text
 
-__all__ = ["Residency"]
+__all__ = ["Residency", "StateTimes"]
 
 logger = logging.getLogger("ssdtrain")
+
+
+@dataclass
+class StateTimes:
+    """Seconds of the thread that trains, since the start."""
+
+    hooks: float = 0.0
+    """Seconds in hooks of blocks, without waits."""
+    hook_bytes: int = 0
+    """Bytes whose loads began there."""
+    outside: float = 0.0
+    """Seconds of the optimizer for what is in no chunk."""
+    chunks: float = 0.0
+    """Seconds of the optimizer for chunks, waits included."""
+    computing: float = 0.0
+    """Part of `chunks` in the optimizer's own code."""
+    waited: float = 0.0
+    """Seconds of waits for the optimizer's thread, in hooks."""
+
+    def since(self, before: StateTimes) -> StateTimes:
+        """Return the difference."""
+        return StateTimes(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
 
 
 class Residency:
@@ -43,6 +67,7 @@ class Residency:
 
     Attributes:
         running: steps that the optimizer's thread has, the first begun first: their chunks are in memory until they are finished.
+        times: of the thread that trains, for plans.
     """
 
     def __init__(self, chunks: Sequence[Chunk], limit: int, fixed: int, metrics: StateMetrics) -> None:
@@ -52,9 +77,27 @@ class Residency:
         self._recent = OrderedDict.fromkeys(chunks)  # the one used longest ago first
         self._leaving: list[Part] = []
         self.running: list[PendingStep] = []
+        self.times = StateTimes()
         self._warned = False
         metrics.limit_bytes = limit
         self._count(fixed)
+
+    @contextmanager
+    def in_a_hook(self) -> Iterator[None]:
+        """Count what runs inside in `times`."""
+        metrics, times = self.metrics, self.times
+        began, loaded = time.perf_counter(), metrics.loaded_bytes
+        stepping = metrics.step_wait_seconds
+        waited = metrics.load_wait_seconds + metrics.store_wait_seconds + stepping
+        try:
+            yield
+        finally:
+            waited = (
+                metrics.load_wait_seconds + metrics.store_wait_seconds + metrics.step_wait_seconds - waited
+            )
+            times.hooks += max(0.0, time.perf_counter() - began - waited)
+            times.hook_bytes += metrics.loaded_bytes - loaded
+            times.waited += metrics.step_wait_seconds - stepping
 
     # What callers need
 
@@ -182,7 +225,9 @@ class Residency:
                     tensor.discard_write()
 
     def write(self, part: Part) -> None:
-        """Begin to store what has changed in `part`, which stays in memory."""
+        """Begin to store what has changed in `part`, which stays in memory; nothing where it is pinned."""
+        if part.pinned:
+            return
         flags = [tensor.differs() for tensor in part.tensors]
         known = [flag for flag in flags if flag is not None]
         # The host waits for the device once for all tensors.
@@ -193,7 +238,7 @@ class Residency:
     def release(self, part: Part) -> None:
         """Let `part` go: its memory is freed when what has changed is stored."""
         self.finish(part)
-        if part.where is not Where.HERE or part.stays:
+        if part.where is not Where.HERE or part.stays or part.pinned:
             return
         self.write(part)
         with signals_deferred():
@@ -202,6 +247,25 @@ class Residency:
             part.where = Where.LEAVING
             self._leaving.append(part)
         self._free_what_has_left()
+
+    def pin(self, chunk: Chunk, *parts: Part) -> None:
+        """Bring `parts` of `chunk` into memory, where they stay until `unpin_all`."""
+        self.load(chunk, *parts)
+        for part in parts:
+            part.pinned = True
+
+    def unpin_all(self, limit: int) -> None:
+        """Let all parts come and go within `limit` from now on; those in memory leave it.
+
+        Raises:
+            IOFailure: a store failed.
+        """
+        self._limit = self.metrics.limit_bytes = limit
+        for chunk in self.chunks:
+            for part in chunk.parts:
+                part.pinned = False
+                self.release(part)
+        self.wait()
 
     def forget(self, part: Part) -> None:
         """Free the memory of `part`, whose bytes nobody needs any more, or others have."""
@@ -378,5 +442,5 @@ class Residency:
 
 def _may_leave(chunk: Chunk) -> bool:
     return not chunk.in_use and any(
-        part.where in (Where.HERE, Where.LOADING) and not part.stays for part in chunk.parts
+        part.where in (Where.HERE, Where.LOADING) and not (part.stays or part.pinned) for part in chunk.parts
     )

@@ -3,6 +3,8 @@
 A load is read into host memory (from drives; in host memory it is there), then copied over the link that activations use too. The
 copy begins when one of the buffers on the device is free: that of the block used longest ago, from the end of its use and of the
 copy of its gradients. Reads and writes of drives pass through two buffers of host memory each.
+
+Without a link (CPU) what is read is there. A load is issued when the block before begins.
 """
 
 from __future__ import annotations
@@ -30,13 +32,17 @@ class StateStreaming:
 
     def __init__(self, running: Simulation) -> None:
         self._running, machine = running, running.machine
-        self._link, self._buffers = machine.link, machine.state_buffers
+        self._link, self._work = machine.link, machine.state_work
+        self._by_bytes = machine.state_room is not None
+        self._room = machine.state_buffers if machine.state_room is None else machine.state_room
         self._server: Server | None = None  # the drives; None: host memory
         if machine.state is not None:
             self._server = running.servers.setdefault(machine.state.name, Server(machine.state))
-        self._present: dict[ChunkKey, float] = {}  # until when each is used, the one used longest ago first
+        # Until when each is used, and what it takes of the room; the one used longest ago first.
+        self._present: dict[ChunkKey, tuple[float, int]] = {}
         self._copied: deque[float] = deque([0.0] * STAGED, STAGED)
         self._written: deque[Job] = deque()
+        self._issued = 0.0  # when the next load is, without a link
 
     def load(self, key: ChunkKey, nbytes: int, present: int, times: BlockTimes) -> None:
         """The block needs `nbytes` now. Loads are issued ahead, in order, as far as there is room.
@@ -46,21 +52,39 @@ class StateStreaming:
         """
         if not nbytes:
             return
-        assert self._link is not None
         running, room = self._running, 0.0
         if key in self._present:
-            nbytes, room = nbytes - present, self._present.pop(key)
-        elif len(self._present) >= self._buffers:
-            room = self._present.pop(next(iter(self._present)))
-        self._present[key] = room
-        if not nbytes:
-            return
-        read = 0.0 if self._server is None else self._server.begin_read(nbytes, self._copied[0])
+            (room, taken), nbytes = self._present.pop(key), nbytes - present
+        else:
+            taken = nbytes if self._by_bytes else 1
+            room = self._make_room(taken)
+        self._present[key] = room, taken
+        if nbytes > 0:
+            ended = self._come(nbytes, room)
+            times.load_stall += max(0.0, ended - running.now)
+            running.now = max(running.now, ended)
+        self._issued = running.now
+        if nbytes > 0 and self._work:
+            running.run(nbytes * self._work)
+
+    def _make_room(self, taken: int) -> float:
+        """Let blocks go, those used longest ago first. Returns when there is room."""
+        until, present = 0.0, self._present
+        while present and sum(other for _, other in present.values()) + taken > self._room:
+            until = max(until, present.pop(next(iter(present)))[0])
+        return until
+
+    def _come(self, nbytes: int, room: float) -> float:
+        """Return when `nbytes` are there, for which there is room from `room` on."""
+        running, server = self._running, self._server
+        if self._link is None:
+            issued = max(self._issued, room)
+            return issued if server is None else server.begin_read(nbytes, issued)
+        read = 0.0 if server is None else server.begin_read(nbytes, self._copied[0])
         ended = max(read, room, running.load_link_free) + nbytes / self._link.to_device
         running.load_link_free = ended
         self._copied.append(ended)
-        times.load_stall += max(0.0, ended - running.now)
-        running.now = max(running.now, ended)
+        return ended
 
     def used(self, key: ChunkKey, gradients: int = 0) -> None:
         """The block's forward or backward has ended; so many bytes of its gradients leave."""
@@ -69,14 +93,14 @@ class StateStreaming:
         running = self._running
         left = running.now
         if gradients:
-            assert self._link is not None
             if self._server is not None and len(self._written) >= STAGED:
                 left = max(left, self._server.finish(self._written.popleft()))
-            left = max(left, running.store_link_free) + gradients / self._link.to_host
-            running.store_link_free = left
+            if self._link is not None:
+                left = max(left, running.store_link_free) + gradients / self._link.to_host
+                running.store_link_free = left
             if self._server is not None:
                 job = Job(gradients, left)
                 self._server.enqueue(job)
                 self._server.written += gradients
                 self._written.append(job)
-        self._present[key] = left
+        self._present[key] = left, self._present[key][1]

@@ -139,6 +139,8 @@ class Machine:
     `copies`: bytes per second of a copy within the memory that tensors are in; None: not known, and blocks leave whole.
     `state`: the drives of model state that passes through the device (see `StateStreaming`), the same as the tier of
     that name; None: it is in host memory. `state_buffers`: blocks whose state is there at a time, beside those that stay.
+    `state_room`: bytes of parameters that are there at a time, in place of a number of blocks. `state_work`: seconds of the
+    thread that trains for a byte of them that comes (checksums, where the host computes).
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -153,6 +155,8 @@ class Machine:
     in_order: bool = False
     state: Tier | None = None
     state_buffers: int = 2
+    state_room: int | None = None
+    state_work: float = 0.0
     buffers_stay: bool = True
     newest: int = NEWEST
 

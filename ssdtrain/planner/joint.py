@@ -1,0 +1,243 @@
+"""One plan for blocks and for the model state that comes and goes: how many chunks stay on the device, how many pass through it
+at a time, and what each block does with the memory and the bandwidth that are left.
+
+Note: [How both are searched]
+For a number of chunks that stay, and of buffers beside them, all about model state is known: its bytes, the loads and stores of
+each block, and the seconds of the optimizer. What is left is a problem of blocks alone, which `ssdtrain.planner.search` answers;
+drives and link are shared in its simulation. The fewest and the most chunks and six numbers between are tried with two buffers
+and with one, then those around the best one ever closer. In `ssdtrain.state` a further buffer takes the memory of a chunk that
+stays, which saves more.
+
+Note: [What the optimizer's step takes]
+It comes after the passes, and is no part of the simulation. With chunks stepped on the device it is linear: seconds for what is
+in no chunk, for a byte that stays, for a byte that passes (measured with two buffers; with one nothing is loaded meanwhile, and
+the bytes of the chunk are read and written one after the other). Where the CPU steps them, what the loop has waited for that is
+taken to be the same for all choices.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+from ssdtrain.planner.derating import Bandwidths, Rates
+from ssdtrain.planner.judge import Judge
+from ssdtrain.planner.model.types import Block, Link, Tier
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
+from ssdtrain.state.feature import ModelState
+from ssdtrain.state.plan import CHUNK_BUFFERS, StateChoice, StateChunk
+from ssdtrain.state.residency import StateTimes
+
+__all__ = ["StateCosts", "StateProfile", "best_with_state", "choices_of", "same_drives"]
+
+BETWEEN = 6
+"""Numbers of chunks that stay which are tried between the fewest and the most."""
+
+
+@dataclass(frozen=True)
+class StateCosts:
+    """Model state that comes and goes: what the search knows of it.
+
+    Attributes:
+        chunks: in the order of execution.
+        fixed: bytes of it on the device whatever is chosen.
+        tier: the drives; None: host memory.
+        work: seconds of the thread that trains for a byte of parameters that comes, see `Machine.state_work`.
+        outside: seconds of the optimizer for what is in no chunk.
+        staying, passing, alone: seconds of the optimizer for a byte of parameters that stays, that passes with two buffers, that
+            passes with one.
+    """
+
+    chunks: Sequence[StateChunk]
+    fixed: int
+    tier: Tier | None = None
+    work: float = 0.0
+    outside: float = 0.0
+    staying: float = 0.0
+    passing: float = 0.0
+    alone: float = 0.0
+
+    def choice(self, persistent: int, buffers: int) -> StateChoice:
+        """Return the choice of so many chunks that stay, with its limit."""
+        staying, moving = self.chunks[:persistent], self.chunks[persistent:]
+        rest = [chunk.passing - chunk.staying for chunk in staying] + [chunk.passing for chunk in moving]
+        nbytes = self.fixed + sum(chunk.staying for chunk in staying) + buffers * max(rest, default=0)
+        return StateChoice(persistent, buffers, nbytes)
+
+    def seconds(self, choice: StateChoice) -> float:
+        """Return the seconds of the optimizer under `choice`."""
+        staying = sum(chunk.values for chunk in self.chunks[: choice.persistent])
+        moving = sum(chunk.values for chunk in self.chunks[choice.persistent :])
+        passing = self.alone if choice.buffers < CHUNK_BUFFERS else self.passing
+        return self.outside + self.staying * staying + passing * moving
+
+    def applied(self, problem: SearchProblem, choice: StateChoice) -> SearchProblem:
+        """Return the problem of blocks that is left of `problem` under `choice`."""
+        again = sum(one.kind == "backward" for one in problem.order) > 1
+        staying, moving = self.chunks[: choice.persistent], self.chunks[choice.persistent :]
+        passing = {chunk.name: chunk for chunk in moving}
+
+        def of(block: Block) -> Block:
+            chunk = passing.get(block.name)
+            if chunk is None:
+                return block
+            return replace(
+                block,
+                forward_loads=chunk.values,
+                backward_loads=chunk.values + (chunk.gradients if again else 0),
+                backward_stores=chunk.gradients,
+            )
+
+        there = self.fixed + sum(chunk.staying for chunk in staying)
+        machine = replace(
+            problem.machine,
+            state=self.tier,
+            state_buffers=choice.buffers,
+            state_room=max(0, choice.limit - there - max((chunk.gradients for chunk in moving), default=0)),
+            state_work=self.work,
+        )
+        return replace(
+            problem,
+            chunks=[[of(block) for block in blocks] for blocks in problem.chunks],
+            machine=machine,
+            beside=problem.beside + choice.limit,
+            after=problem.after + self.seconds(choice),
+            chosen=choice,
+        )
+
+
+def choices_of(costs: StateCosts) -> list[StateChoice]:
+    """List all choices."""
+    count = len(costs.chunks)
+    return [
+        costs.choice(number, buffers)
+        for number in range(count + 1)
+        for buffers in range(CHUNK_BUFFERS, 0, -1)
+    ]
+
+
+def best_with_state(
+    problem: SearchProblem,
+    search: Callable[[SearchProblem, float], Sequence[Plan]],
+    limits: Limits,
+    objective: Objective,
+) -> list[Plan]:
+    """Find the best plans over blocks and state: see Note: [How both are searched].
+
+    Args:
+        search: finds the best plans of a problem of blocks with a part of the effort; raises NoPlan.
+
+    Raises:
+        NoPlan: none keeps to the limits.
+    """
+    costs = problem.state
+    assert costs is not None
+    judge, count = Judge(problem, limits, objective), len(costs.chunks)
+    if limits.device is None:
+        return list(search(costs.applied(problem, costs.choice(0, CHUNK_BUFFERS)), 1.0))
+    found: dict[StateChoice, list[Plan]] = {}
+    failures: list[NoPlan] = []
+    effort = 1.0 / (2 + BETWEEN)
+
+    def try_number(number: int) -> None:
+        for buffers in range(CHUNK_BUFFERS, 0, -1):
+            choice = costs.choice(number, buffers)
+            if choice in found:
+                continue
+            found[choice] = []
+            try:
+                found[choice] = list(search(costs.applied(problem, choice), effort))
+            except NoPlan as error:
+                failures.append(error)
+
+    def plans() -> list[Plan]:
+        return sorted((plan for several in found.values() for plan in several), key=judge.score)
+
+    step = max(1, -(-count // (1 + BETWEEN)))
+    for number in {*range(0, count + 1, step), count}:
+        try_number(number)
+    while step > 1 and (best := plans()):
+        step = (step + 1) // 2
+        near = best[0].state.persistent if best[0].state is not None else 0
+        for number in (near - step, near + step):
+            if 0 <= number <= count:
+                try_number(number)
+    if best := plans():
+        return best
+    nearest = failures[0]
+    for error in failures[1:]:
+        nearest = error if error.nearer_than(nearest) else nearest
+    raise nearest
+
+
+class StateProfile:
+    """Measures what model state costs, from step to step.
+
+    Args:
+        state: of the model.
+        name: of the tier of its drives in the cost model: that of activations, where these are the same.
+        link: bytes per second between device and host, each way; None: a CPU.
+    """
+
+    def __init__(self, state: ModelState, name: str, link: Link | None) -> None:
+        self._state, self._name, self._link = state, name, link
+        self._bandwidths, self._before = Bandwidths(), StateTimes()
+        self._times: list[StateTimes] = []
+        self._rates: list[Rates] = []
+
+    @property
+    def limit(self) -> int:
+        """Bytes on the device at most, now."""
+        return self._state.limit
+
+    def begin(self) -> None:
+        """Forget what was measured: steps run otherwise from now on."""
+        self._times.clear()
+        self._rates.clear()
+        self._measure()
+
+    def step_ended(self) -> None:
+        """Measure a step."""
+        times, rates = self._measure()
+        self._times.append(times)
+        self._rates.append(rates)
+
+    def _measure(self) -> tuple[StateTimes, Rates]:
+        now = self._state.times()
+        times, self._before = now.since(self._before), now
+        return times, self._bandwidths.since(self._state.tiers())
+
+    def costs(self) -> StateCosts | None:
+        """Return what the search is to know; None: no chunk comes and goes."""
+        chunks = self._state.planned_chunks()
+        if not chunks or not self._times:
+            return None
+        times = StateTimes(*map(statistics.median, zip(*map(astuple, self._times), strict=True)))
+        values = sum(chunk.values for chunk in chunks) or 1
+        read, write = (_median(rates) for rates in zip(*self._rates, strict=True))
+        tier = None if read is None else Tier(self._name, write or read, read)
+        work = times.hooks / times.hook_bytes if times.hook_bytes and self._link is None else 0.0
+        staying, passing = times.computing / values, times.chunks / values
+        alone = passing
+        if tier is not None and times.chunks:
+            whole = sum(chunk.staying for chunk in chunks)
+            alone = max(passing, staying + (whole / tier.read + (whole - values) / tier.write) / values)
+        outside = times.outside + times.waited
+        return StateCosts(chunks, self._state.fixed, tier, work, outside, staying, passing, alone)
+
+    def follow(self, choice: StateChoice) -> None:
+        """Carry out a choice from the next forward on."""
+        self._state.follow(choice)
+
+
+def _median(rates: Sequence[float | None]) -> float | None:
+    known = [rate for rate in rates if rate]
+    return statistics.median(known) if known else None
+
+
+def same_drives(directories: Sequence[Path], others: Sequence[Path]) -> bool:
+    """Return whether a file system is among both; they exist."""
+    return not {os.stat(one).st_dev for one in directories}.isdisjoint(os.stat(one).st_dev for one in others)

@@ -1,0 +1,87 @@
+"""Plans over blocks and model state, against all joint plans."""
+
+import itertools
+import random
+
+import pytest
+
+from ssdtrain.planner import joint
+from ssdtrain.planner.finder import Goal, PlanFinder
+from ssdtrain.planner.joint import StateCosts, choices_of
+from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
+from ssdtrain.planner.plans import NoPlan, SearchProblem, actions_for, kept_step, play
+from ssdtrain.state.plan import StateChunk
+
+MB = 10**6
+
+
+def problem_of(seed: int, count: int, *, drives: bool = False, link: bool = False) -> SearchProblem:
+    """A problem of `count` blocks whose state takes up to thrice as long to come as they compute."""
+    draw = random.Random(seed)
+    saved, values = draw.randrange(5, 40) * MB, draw.randrange(5, 40) * MB
+    rate = values / draw.uniform(0.3, 3.0)
+    block = Block("", 1.0, 2.0, saved, recompute=1.0, inputs=saved // 10, fixed=saved // 20)
+    blocks = [Block(**{**_fields(block), "name": f"layers.{number}"}) for number in range(count)]
+    chunks = [
+        StateChunk(f"layers.{number}", values, values, 4 * values, 4 * values) for number in range(count)
+    ]
+    tier = Tier("ssd", rate, rate)
+    costs = StateCosts(chunks, values, tier, 0.0, 0.1, 0.2 / values, 4 / rate, 6 / rate)
+    tiers = (tier,) if drives else ()
+    machine = Machine(tiers, Link(4 * rate, 4 * rate) if link else None, in_flight=2 * saved)
+    return SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), state=costs)
+
+
+def _fields(block: Block) -> dict[str, object]:
+    return {name: getattr(block, name) for name in Block.__slots__}
+
+
+def brute_force(problem: SearchProblem, limit: int) -> float | None:
+    """The shortest step of all joint plans within `limit`."""
+    assert problem.state is not None
+    best: float | None = None
+    for choice in choices_of(problem.state):
+        if choice.limit > limit:
+            continue
+        left = problem.under(choice)
+        for actions in itertools.product(problem.actions, repeat=len(problem.blocks)):
+            plan = play(left, actions)
+            if plan.peak <= limit and (best is None or plan.seconds < best):
+                best = plan.seconds
+    return best
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_choice_is_within_3_percent_of_all_joint_plans(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint, "BETWEEN", 2)
+    drives = seed % 2 == 1
+    problem = problem_of(seed, 5 if drives else 8, drives=drives, link=seed % 4 > 1)
+    kept = kept_step(problem)
+    whole = problem.under(choices_of(problem.state)[-1])
+    most = kept_step(whole).peak_bytes
+    least = problem.state.choice(0, 1).limit
+    limit = int(least + random.Random(seed).uniform(0.3, 0.9) * (most - least))
+    best = brute_force(problem, limit)
+    finder = PlanFinder(Goal(limit), None)  # type: ignore[arg-type]
+    if best is None:
+        with pytest.raises(NoPlan, match="activations and model state"):
+            finder.find(problem, kept)
+        return
+    plan = finder.find(problem, kept).plans[0]
+    assert plan.peak <= limit
+    assert plan.seconds <= 1.03 * best
+
+
+def test_more_memory_is_never_slower() -> None:
+    problem = problem_of(3, 8)
+    kept = kept_step(problem)
+    least, most = (problem.state.choice(*which).limit for which in ((0, 1), (8, 2)))
+    found = []
+    for part in range(1, 7):
+        limit = least + part * (most + kept.peak_bytes - least) // 6
+        finder = PlanFinder(Goal(limit), None)  # type: ignore[arg-type]
+        found.append(finder.find(problem, kept).plans[0])
+    assert [plan.seconds for plan in found] == sorted((plan.seconds for plan in found), reverse=True)
+    assert found[0].state.persistent < found[-1].state.persistent

@@ -1,0 +1,108 @@
+"""Plans of blocks that decide what of the model state stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ssdtrain
+from ssdtrain.config import ConfigError
+from ssdtrain.planner.joint import StateCosts
+from tests.state.conftest import Attach, LiveBytes
+from tests.state.training import Recipe, make_model, plain, run, same
+from tests.support.processes import DEVICE
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
+@pytest.mark.parametrize("optimizer_on", ["device", "cpu"])
+def test_other_chunks_stay_from_step_to_step(optimizer_on: str, staged: bool, attach: Attach) -> None:
+    choices = [(3, 2), (8, 1), (0, 1), (5, 2), (2, 1)]
+    recipe = Recipe(steps=len(choices) + 1, clip=0.5)
+    fused = {"fused": True} if optimizer_on == "cpu" else {}
+    recipe.optimizer = lambda parameters: _adamw(parameters, **fused)
+    losses, parameters, state = plain(recipe)
+    model = make_model()
+    optimizer = recipe.optimizer(list(model.parameters()))
+    live = LiveBytes(model, optimizer)
+    options: dict[str, Any] = {"staged": True} if staged else {}
+    runtime = attach(model, optimizer, optimizer_on=optimizer_on, **options)
+    recipe.steps, found = 1, []
+    for number in range(len(choices) + 1):
+        found += run(recipe, model, optimizer, runtime, first=number)
+        if number < len(choices):
+            costs = StateCosts(runtime.state.planned_chunks(), runtime.state.fixed)
+            choice = costs.choice(*choices[number])
+            runtime.state.follow(choice)
+            values = runtime.statistics().values()
+            assert values["state/persistent_chunks"] == choice.persistent
+            assert values["state/resident_bytes"] <= choice.limit == values["state/limit_bytes"]
+            runtime.reset_peak()
+            live.peak = 0
+    assert found == losses
+    assert same(dict(model.state_dict()), dict(parameters))
+    assert same(optimizer.state_dict()["state"], state["state"])
+    values = runtime.statistics().values()
+    assert values["state/resident_peak_bytes"] <= values["state/limit_bytes"]
+    if optimizer_on == "device" and DEVICE == "cpu" and not staged:
+        assert live.peak <= values["state/limit_bytes"]
+
+
+def _adamw(parameters: Any, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, **options)
+
+
+@pytest.mark.parametrize("offload", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("optimizer_on", ["device", "cpu"])
+def test_state_of_four_times_the_limit_with_activations_in_it(
+    optimizer_on: str, offload: bool, tmp_path: Any
+) -> None:
+    """One key, and the same bits; a run that is resumed has them too."""
+    steps = 16 if offload else 9
+    recipe = Recipe(steps=steps, model={"layers": 16})
+    fused = {"fused": True} if optimizer_on == "cpu" else {}
+    recipe.optimizer = lambda parameters: _adamw(parameters, **fused)
+    losses, parameters, _ = plain(recipe)
+    total = 4 * sum(parameter.nbytes for parameter in make_model(layers=16).parameters())
+    limit = total // 4
+    section = {"directories": str(tmp_path / "state"), "device_limit": limit, "min_bytes": 256}
+    if optimizer_on == "cpu":
+        section["optimizer"] = "cpu"
+    config: dict[str, Any] = {"plan": "auto", "state": section, "report": {"interval": 0}}
+    if offload:
+        config["offload"] = {"directories": str(tmp_path / "activations"), "min_bytes": 1024}
+
+    def attached() -> tuple[Any, Any, Any]:
+        model = make_model(layers=16)
+        optimizer = recipe.optimizer(list(model.parameters()))
+        return model, optimizer, ssdtrain.attach(model, config, optimizer=optimizer)
+
+    first = Recipe(**{**vars(recipe), "steps": steps - 2})
+    model, optimizer, runtime = attached()
+    found = run(first, model, optimizer, runtime)
+    saved = model.state_dict(), optimizer.state_dict()
+    last = Recipe(**{**vars(recipe), "steps": 2})
+    runtime.reset_peak()
+    assert found + run(last, model, optimizer, runtime, first=steps - 2) == losses
+    assert same(dict(model.state_dict()), dict(parameters))
+    values = runtime.statistics().values()
+    assert values["plan/plans"] >= 1
+    assert values["plan/predicted_peak_bytes"] <= limit
+    assert values["state/limit_bytes"] < limit
+    assert values["state/resident_peak_bytes"] + values["activation_peak_bytes"] <= 1.04 * limit
+    runtime.close()
+    model, optimizer, runtime = attached()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert run(last, model, optimizer, runtime, first=steps - 2) == losses[-2:]
+    assert same(dict(model.state_dict()), dict(parameters))
+    runtime.close()
+
+
+def test_there_is_one_limit(tmp_path: Any) -> None:
+    model = make_model()
+    section = {"directories": str(tmp_path), "min_bytes": 256}
+    config = {"plan": {"device_limit": "1GiB"}, "state": section}
+    with pytest.raises(ConfigError, match=r"plan\.device_limit.*section state.*state\.device_limit"):
+        ssdtrain.attach(model, config, optimizer=_adamw(list(model.parameters())))
