@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import offload_wrapper
 
 import ssdtrain
 from ssdtrain.runtime import Runtime
@@ -174,17 +173,3 @@ def test_what_offloading_checks_by_steps_is_checked(
         assert runtime.engine is not None and runtime.engine.prover is None
         assert "life" in str(runtime.statistics())
     assert "wears out" in caplog.text
-
-
-def test_hooks_inside_of_the_model_that_take_its_tensors_are_named(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As accelerate's `activation_checkpointing_offload` puts them around blocks; the engine gets the rest."""
-    model = make_model()
-    model[0] = offload_wrapper(model[0])
-    with attached(model, tmp_path) as runtime:
-        train(model, 5)
-        found = runtime.statistics()
-        assert found is not None and found.offload.saved_bytes
-    (text,) = [record.getMessage() for record in caplog.records if "take precedence" in record.getMessage()]
-    assert "save_on_cpu" in text and "bytes a step" in text
