@@ -50,6 +50,7 @@ from ssdtrain.state.feature import ModelState
 from ssdtrain.steps import Step, StepClock
 from ssdtrain.storage import Faults, forks, holds_signal_safe_lock
 from ssdtrain.telemetry.journal import Journal
+from ssdtrain.telemetry.summary import summary
 from ssdtrain.telemetry.totals import RuntimeMetrics, StepMetrics
 
 __all__ = ["Runtime", "RuntimeMetrics", "Seams"]
@@ -438,6 +439,7 @@ class Runtime:
 
     def _close(self) -> None:
         found = self.statistics() if self._reports and self.steps and not self._forked else None
+        limits = [text for feature in self.features if (text := feature.limit())]
         self._reports = False
         with ExitStack() as closing:  # all are closed, whatever one of them raises
             if self._journal is not None:
@@ -447,7 +449,9 @@ class Runtime:
             for feature in self.features:
                 closing.callback(feature.detach)
         if found is not None:
-            report(f"summary of {found.steps} steps\n{found}")
+            report(summary(found, limits[-1] if limits else ""))
+            if self.config.report.verbose:
+                report(f"all metrics\n{found}")
 
     def __enter__(self) -> Runtime:
         return self

@@ -41,6 +41,27 @@ def duration_text(seconds: float) -> str:
     return "0 s" if seconds == 0 else f"{seconds:.1e} s"
 
 
+def rate_text(rate: float) -> str:
+    """`rate` in bytes a second, as data sheets of drives have it: 9.1e8 is "0.91 GB/s"."""
+    return f"{_digits(rate / 1e9)} GB/s"
+
+
+def gain_text(peak: float, whole: float, waited: float) -> str:
+    """What offloading brought: "saved 22.0 MiB of 77.3 MiB (x0.72 left), waited 0.4% of the step".
+
+    Args:
+        peak: the most bytes of activations in memory.
+        whole: the same had nothing left memory.
+        waited: part of the step that training waited for tiers, 0 to 1.
+    """
+    saved = (
+        f"saved {size_text(max(0.0, whole - peak))} of {size_text(whole)} ({ratio_text(peak, whole)} left)"
+    )
+    if peak >= whole:
+        saved = f"saved nothing: activations peak at {size_text(peak)}, and at {size_text(whole)} without it"
+    return f"{saved}, waited {100 * waited:.1f}% of the step"
+
+
 def ratio_text(value: float, base: float) -> str:
     """`value` relative to `base`: "x0.30"; "" if `base` is 0."""
     return f"x{value / base:.2f}" if base > 0 else ""

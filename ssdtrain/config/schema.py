@@ -58,6 +58,9 @@ class ReportConfig(Section):
     interval: Annotated[int, Field(ge=0)] = 100
     """Steps between log lines; 0 disables them, the line at start and the table at the end."""
 
+    verbose: bool = False
+    """Write a table of all metrics at the end, behind the short one (docs/metrics.md)."""
+
     path: Directory | None = None
     """Directory for one JSON-lines file per rank with a line per step. {rank}, {local_rank}, {host}, {user} and ~ are expanded on
     each rank. Default: none."""

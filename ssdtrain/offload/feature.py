@@ -21,7 +21,7 @@ from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, Rating, defer_signals
-from ssdtrain.text import size_text
+from ssdtrain.text import duration_text, rate_text, size_text
 
 __all__ = ["ActivationOffload"]
 
@@ -192,6 +192,16 @@ class ActivationOffload(Feature):
         codec = self.engine.options.codec
         tried = " is tried" if self._trial is not None else ""
         return f"{way} | codec: {codec.spec if codec is not None else 'none'}{tried}"
+
+    def limit(self) -> str:
+        found, store = self.engine.snapshot(), self.store.metrics
+        if found.store_wait_seconds > found.load_wait_seconds and store.write_seconds:
+            rate = (store.ssd_bytes_written + store.host_bytes_written) / store.write_seconds
+            return f"stores, written at {rate_text(rate)}, which forward waited {duration_text(found.store_wait_seconds)} for"
+        if found.load_wait_seconds and store.read_seconds:
+            rate = (store.ssd_bytes_read + store.host_bytes_read) / store.read_seconds
+            return f"loads, read at {rate_text(rate)}, which backward waited {duration_text(found.load_wait_seconds)} for"
+        return ""
 
     def close(self) -> None:
         with ExitStack() as closing:  # all are called, the last first, whatever one of them raises

@@ -27,7 +27,7 @@ from ssdtrain.messages import report
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.derating import DRIFTED, ArenaCost, BandwidthDerating
-from ssdtrain.planner.explain import Outcome, plan_table
+from ssdtrain.planner.explain import Outcome, limit_text, plan_table
 from ssdtrain.planner.finder import FoundPlans, Goal, PlanFinder
 from ssdtrain.planner.memory_plot import PlanPlot
 from ssdtrain.planner.model.types import DEVICE, Block, Machine, StepTimeline
@@ -98,6 +98,9 @@ class PlanController(Feature):
         self._reshaped = False  # what is followed was not planned for forwards like these
         self._known: set[tuple[str, ...]] = set()  # actions that were followed for forwards like these
         self._started = False  # a plan was followed
+        self._settling = (
+            False  # the next step that ends is the first one of a plan, and begins with what was alive before
+        )
         self._outcome_due = self._same = False  # the latter: the plan is the one before
         self._warned = self._warned_of_size = False
         self._unended = False  # this step has so many forwards that no more are recorded
@@ -138,6 +141,9 @@ class PlanController(Feature):
         self._limit.step_ended(peaks.alive + self.subject.beside, planned=self.plan is not None)
         self.derating.step_ended(self._store.metrics, self._engine.metrics.offloaded_bytes, step.elapsed)
         fresh = self.subject.step_ended(peaks.unoffloaded)
+        if self._settling:  # measured peaks are those of the plan that is followed
+            self._settling = False
+            self._engine.reset_peak()
         # 2. Plan, where one is due.
         if not self._reason:
             self._reason = self._due(fresh, step.seconds - step.idle)
@@ -294,6 +300,7 @@ class PlanController(Feature):
         self.plan, self.problem, self._kept = plan, problem, kept
         self._started, self._reshaped = True, False
         limit = self.goal.limit if found is None or self.goal.limit is not None else found.limits.device
+        self._settling |= not same
         if not same:
             self._limit.planned()
             self._plot.planned(problem, plan, limit)
@@ -304,7 +311,8 @@ class PlanController(Feature):
             better = found.alternatives(problem) if found is not None and self._reports and not same else ()
             plans = [plan] if found is None else found.plans
             self._same = False
-            self._report(plan_table(self.subject.TITLE, problem, plans, kept, limit=limit, better=better))
+            table = plan_table(self.subject.TITLE, problem, plans, kept, limit=limit, better=better)
+            self._report(table)
 
     # Reports
 
@@ -316,12 +324,24 @@ class PlanController(Feature):
             for warning in outcome.warnings():
                 logger.warning(warning)
         limit, title = self.goal.limit, self.subject.TITLE
-        self._report(plan_table(title, self.problem, [self.plan], self._kept, limit=limit, outcome=outcome))
+        table = plan_table(
+            title,
+            self.problem,
+            [self.plan],
+            self._kept,
+            limit=limit,
+            outcome=outcome,
+            modules=self.subject.modules,
+        )
+        self._report(table)
 
     def _report(self, table: str) -> None:
         self._decided = table + self.subject.note
         if self._reports and not self._same:
             report(self._decided)
+
+    def limit(self) -> str:
+        return "" if self.plan is None or self.problem is None else limit_text(self.problem, self.plan)
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:
         return [(self.subject.METRICS, self.metric)]

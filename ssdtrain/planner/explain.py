@@ -3,18 +3,22 @@ bring."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ssdtrain.config.units import GiB
 from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, StepTimeline
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
 from ssdtrain.planner.search import search
-from ssdtrain.text import duration_text, size_text
+from ssdtrain.text import duration_text, gain_text, rate_text, size_text
 
-__all__ = ["Outcome", "alternatives", "plan_table"]
+__all__ = ["Outcome", "alternatives", "limit_text", "plan_table"]
+
+NO_MODULES: Mapping[str, str] = MappingProxyType({})
+"""Modules of a plan whose blocks have names of their own."""
 
 
 class Outcome(NamedTuple):
@@ -71,6 +75,22 @@ def alternatives(
     return found
 
 
+def limit_text(problem: SearchProblem, plan: Plan) -> str:
+    """What keeps a plan from offloading more: the tier that is slower than forward saves or backward needs, by the larger ratio.
+    "" where all that may leave does."""
+    choices = [problem.choice(name) for name in plan.actions]
+    whole = all(choice.tier != DEVICE or choice.recompute for choice in choices)
+    if whole or not problem.machine.tiers:
+        return ""
+    tier, loads = problem.machine.tiers[-1], _loads(problem)
+    name = {"ssd": "drive", "host": "host memory"}.get(tier.name, tier.name)
+    if max(loads, default=0.0) <= 1:
+        return "the order of the step: what is kept would not lower the peak"
+    if loads[0] >= loads[1]:
+        return f"{name} writes {rate_text(tier.write)}, forward saves {rate_text(loads[0] * tier.write)}"
+    return f"{name} reads {rate_text(tier.read)}, backward needs {rate_text(loads[1] * tier.read)}"
+
+
 def plan_table(
     title: str,
     problem: SearchProblem,
@@ -80,9 +100,10 @@ def plan_table(
     limit: int | None = None,
     better: Sequence[tuple[str, Plan | None]] = (),
     outcome: Outcome | None = None,
+    modules: Mapping[str, str] = NO_MODULES,
 ) -> str:
-    """A plan for one rank: a line for each run of neighbouring blocks that are treated alike, what is predicted, the next best
-    plans, what more would bring, and what was measured.
+    """A plan for one rank: a line for the modules of one name in all layers that are treated alike, what is predicted, the next
+    best plans, what more would bring, and what was measured.
 
     Args:
         title: what decided.
@@ -91,16 +112,17 @@ def plan_table(
         limit: bytes of activations; None: none.
         better: what `alternatives` returns.
         outcome: a step under the best plan; None: there was none yet.
+        modules: modules by the names of blocks that have those of regions.
     """
     best, lines = plans[0], [f"{title} decided, for each microbatch:"]
-    names = iter(best.actions)
+    actions = iter(best.actions)
     for number, (blocks, times) in enumerate(zip(problem.chunks, best.timeline.blocks, strict=True)):
-        rows = [_Row(problem, *row) for row in zip(blocks, names, times, strict=False)]
-        for _, group in groupby(rows, key=lambda row: (row.name, row.why)):
-            text = _group_text(list(group))
-            # Where no module is known, the name of a region has the chunk too.
-            several = f"chunk {number}: " if len(problem.chunks) > 1 else ""
-            lines.append(f"  {several}{text.replace(f'chunk {number}, ', '')}")
+        several = f"chunk {number}: " if len(problem.chunks) > 1 else ""
+        groups: dict[tuple[str, str, str], list[_Row]] = {}
+        for block, action, took in zip(blocks, actions, times, strict=False):
+            row = _Row(problem, block, action, took, *_place_of(modules.get(block.name, block.name)))
+            groups.setdefault((row.module, row.action, row.why), []).append(row)
+        lines += [f"  {several}{_group_text(group)}" for group in groups.values()]
     what, passes = "activation peak", "forward and backward"
     if best.state is not None and problem.state is not None:
         what, passes = "peak of activations and model state", "step"
@@ -126,8 +148,14 @@ def plan_table(
         lines.append(f"  with {case}: {bring}")
     if outcome is not None:
         lines.append(
-            f"  measured: activation peak {size_text(outcome.peak_bytes)}, {size_text(outcome.unoffloaded_peak_bytes)} without "
-            f"offload; step {duration_text(outcome.step_seconds)}, waits {duration_text(outcome.stall_seconds)}"
+            f"  measured: activation peak {size_text(outcome.peak_bytes)}; step {duration_text(outcome.step_seconds)}, waits "
+            f"{duration_text(outcome.stall_seconds)}"
+        )
+        waited = outcome.stall_seconds / outcome.step_seconds if outcome.step_seconds else 0.0
+        slow = limit_text(problem, best)
+        lines.append(
+            f"  {gain_text(outcome.peak_bytes, outcome.unoffloaded_peak_bytes, waited)}"
+            + (f"; limited by: {slow}" if slow else "")
         )
         for name, seconds in sorted(outcome.load_waits.items(), key=lambda item: -item[1])[:3]:
             lines.append(f"  since the start backward waited {duration_text(seconds)} for {name}")
@@ -139,22 +167,38 @@ def _ratio(plan: Plan, kept: StepTimeline) -> float:
 
 
 class _Row(NamedTuple):
-    """A block, the name of its action, and what that costs."""
+    """A block, the name of its action, what that costs, and where it is."""
 
     problem: SearchProblem
     block: Block
     name: str
     times: BlockTimes
+    module: str
+    """Name of the module, with {} for the number of the layer."""
+    layer: int
+    """Number of the layer; -1: there is none."""
 
     @property
     def choice(self) -> Choice:
         return self.problem.choice(self.name)
 
     @property
+    def action(self) -> str:
+        """What is done with it, for the line of its group."""
+        if not self.problem.only_moves or self.choice.tier == DEVICE:
+            return self.name
+        several = len(self.problem.machine.tiers) > 1
+        to = "" if not several else " to host memory" if self.choice.tier == "host" else " to drives"
+        return f"offload{to}" if self.choice.share == 1 else f"{self.choice.share:.0%} offloaded{to}"
+
+    @property
     def why(self) -> str:
+        """The one reason for it."""
         if self.choice.tier != DEVICE:
-            return ": hidden" if self.times.hidden else ": not hidden"
-        return ": no time to hide its transfers, or no lower peak" if self.problem.only_moves else ""
+            return "hidden" if self.times.hidden else "not hidden"
+        if not self.problem.only_moves:
+            return ""
+        return "the tiers have no time for it" if _too_slow(self.problem) else "it would not lower the peak"
 
     @property
     def cost(self) -> float:
@@ -167,23 +211,58 @@ class _Row(NamedTuple):
         return self.times.store_stall + self.times.load_stall
 
 
+_REGION = re.compile(r"chunk \d+, region (\d+)")
+
+
+def _place_of(name: str) -> tuple[str, int]:
+    """Return `_Row.module` and `_Row.layer` of a block: "layers.3.mlp.act" is ("layers.{}.mlp", 3). A region whose module is not
+    known is counted as a saved tensor."""
+    if (region := _REGION.fullmatch(name)) is not None:
+        return "saved tensors {}", int(region[1])
+    parts = name.split(".")
+    place = next((index for index, part in enumerate(parts) if part.isdecimal()), None)
+    if place is None:
+        return name, -1
+    return ".".join([*parts[:place], "{}", *parts[place + 1 : place + 2]]), int(parts[place])
+
+
+def _too_slow(problem: SearchProblem) -> bool:
+    """Whether a tier moves less than forward saves, or backward needs, in the same time."""
+    return max(_loads(problem), default=0.0) > 1
+
+
+def _loads(problem: SearchProblem) -> list[float]:
+    """How much of the bandwidth of the last tier forward and backward would take, if everything left."""
+    blocks = problem.blocks
+    seconds = [sum(getattr(block, part) for block in blocks) for part in ("forward", "backward")]
+    if not problem.machine.tiers or not all(seconds):
+        return []
+    tier, saved = problem.machine.tiers[-1], sum(block.saved for block in blocks)
+    return [saved / took / rate for took, rate in zip(seconds, (tier.write, tier.read), strict=True)]
+
+
+def _layers_text(layers: Sequence[int]) -> str:
+    """Numbers in order as ranges: "0-11, 13"."""
+    runs: list[list[int]] = []
+    for layer in sorted(set(layers)):
+        if runs and layer == runs[-1][1] + 1:
+            runs[-1][1] = layer
+        else:
+            runs.append([layer, layer])
+    return ",".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+
+
 def _group_text(rows: Sequence[_Row]) -> str:
-    """Neighbouring blocks of one action, for one reason."""
-    first, choice, several = rows[0], rows[0].choice, len(rows[0].problem.machine.tiers) > 1
-    action = first.name
-    if first.problem.only_moves and choice.tier != DEVICE:
-        action = "offload" if choice.share == 1 else f"{choice.share:.0%} offloaded"
-        if several:
-            action += " to host memory" if choice.tier == "host" else " to drives"
-        action += "" if choice.share == 1 else ", of"
-    name = (
-        first.block.name
-        if len(rows) == 1
-        else f"{first.block.name} .. {rows[-1].block.name} ({len(rows)} blocks)"
-    )
-    size = size_text(sum(row.block.saved + row.block.small for row in rows))
-    if choice.compress:
+    """Modules of one name, action and reason: "model.layers.0-11.mlp: offload, 12 x 3.20 MiB, hidden"."""
+    first = rows[0]
+    sizes: dict[int, int] = {}
+    for row in rows:
+        sizes[row.layer] = sizes.get(row.layer, 0) + row.block.saved + row.block.small
+    alike = len(set(sizes.values())) == 1 and len(sizes) > 1
+    size = f"{len(sizes)} x {size_text(sizes[first.layer])}" if alike else size_text(sum(sizes.values()))
+    if first.choice.compress:
         size += f" to {size_text(sum(row.block.compressed.saved for row in rows if row.block.compressed))} (lossy)"
     cost = sum(row.cost for row in rows)
-    costs = f", costs {duration_text(cost)}" if cost > 1e-9 else ""
-    return f"{name}: {action} {size}{first.why}{costs}"
+    parts = [first.action, size, first.why, f"costs {duration_text(cost)}" if cost > 1e-9 else ""]
+    name = first.module.format(_layers_text(list(sizes)))
+    return f"{name or 'outside of all modules'}: {', '.join(part for part in parts if part)}"

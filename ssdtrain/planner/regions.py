@@ -21,6 +21,7 @@ from torch import nn
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
 from ssdtrain.offload.tensors.meter import Peaks
+from ssdtrain.offload.tensors.region import place_of
 from ssdtrain.planner.explain import Outcome
 from ssdtrain.planner.model import types as step
 from ssdtrain.planner.model.timeline import simulate
@@ -30,7 +31,7 @@ from ssdtrain.planner.profile import Profile, regions_problem
 from ssdtrain.planner.recent import STEPS, RecentSteps
 from ssdtrain.planner.subject import UNMEASURED_STEPS, WARM_UP, PlanSubject
 from ssdtrain.profile.containers import leaves
-from ssdtrain.profile.modules import ModuleHook
+from ssdtrain.profile.modules import ModuleHook, is_compiled
 from ssdtrain.profile.passes import StepRecord
 
 if TYPE_CHECKING:
@@ -81,8 +82,12 @@ class AdaptivePolicy:
         self.largest: dict[int, int] = {}
         """Bytes saved by the largest forward so far, by model chunk."""
         self.sizes = ForwardSizes()
+        self.modules: dict[str, str] = {}
+        """Module that saved each region, by its name, where modules were watched."""
 
     def decide(self, saved: SavedTensorInfo) -> Action:
+        if saved.modules:
+            self.modules.setdefault(place_of(saved.chunk, saved.position), saved.module)
         plan = self.plans.get(saved.chunk)
         if plan is None or saved.position >= len(plan):
             return OFFLOAD
@@ -130,6 +135,7 @@ class Regions(PlanSubject):
         note: str = "",
     ) -> None:
         super().__init__(note)
+        self.modules = policy.modules
         self.profile: Profile | None = None
         self.policy = policy
         self._engine, self._recorder = engine, engine.recorder
@@ -157,6 +163,8 @@ class Regions(PlanSubject):
 
     def attach(self, model: nn.Module) -> None:
         self._input_sizes.watch(model)
+        if not self.controller.started and not is_compiled(model):
+            self._engine.modules.watch(model, owner=self)  # for the names in the table of the first plan
 
     def before_call(self, module: nn.Module, arguments: Any) -> None:
         self._input_sizes.called(module, arguments)
@@ -170,6 +178,7 @@ class Regions(PlanSubject):
 
     def detach(self) -> None:
         self._input_sizes.remove()
+        self._engine.modules.close(self)
         self._engine.rest(False)
 
     # A step
@@ -305,6 +314,7 @@ class Regions(PlanSubject):
         return rate if borne is None else min(borne, rate)
 
     def follow(self, before: Plan | None, problem: SearchProblem, plan: Plan) -> bool:
+        self._engine.modules.close(self)
         profile = self.profile
         assert profile is not None
         choices, several = problem.choices(plan.actions), len(problem.machine.tiers) > 1
@@ -324,7 +334,10 @@ class Regions(PlanSubject):
     def outcome(self, peaks: Peaks, seconds: float) -> Outcome | None:
         if self.profile is None:
             return None
-        waits = self._engine.snapshot().load_waits
+        waits: dict[str, float] = {}
+        for name, waited in self._engine.snapshot().load_waits.items():
+            module = self.modules.get(name, name)
+            waits[module] = waits.get(module, 0.0) + waited
         return Outcome(*peaks, seconds, self.profile.stall, waits, self._limited and not self._strict)
 
 

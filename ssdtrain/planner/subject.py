@@ -30,6 +30,7 @@ class PlanSubject(Feature, ABC):
 
     Attributes:
         note: the end of the table of a plan.
+        modules: modules that saved the regions, by the names of regions; those of blocks are their own.
     """
 
     TITLE: str
@@ -43,6 +44,7 @@ class PlanSubject(Feature, ABC):
 
     def __init__(self, note: str = "") -> None:
         self.note = note
+        self.modules: dict[str, str] = {}
         self._controller: weakref.ref[PlanController] | None = None
 
     def begin(self, controller: PlanController) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from ssdtrain.profile.time_spans import Spans
 
-__all__ = ["ModuleHook", "ModuleNames", "Running", "matches", "plain_name"]
+__all__ = ["ModuleHook", "ModuleNames", "Running", "is_compiled", "matches", "plain_name"]
 
 
 _WRAPPER = "module."
@@ -152,6 +152,14 @@ class ModuleHook:
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return getattr, (contextlib.nullcontext(), "__exit__")
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` has made anything of the model or a module inside of it, which hooks would have compiled again."""
+    return any(
+        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+        for module in model.modules()
+    )
 
 
 def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:

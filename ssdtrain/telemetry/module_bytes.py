@@ -10,6 +10,7 @@ from torch import nn
 from ssdtrain.features import Feature, Step
 from ssdtrain.offload.checks.module_tally import ModuleTally
 from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.profile.modules import is_compiled
 
 __all__ = ["ModuleBytes"]
 
@@ -67,7 +68,7 @@ class ModuleBytes(Feature):
         self._tally = ModuleTally(engine.metrics)
         engine.observe_releases(self._tally)
         found = [model for known in self._models if (model := known()) is not None]
-        if not (self._hooks_compile or any(map(_is_compiled, found))):
+        if not (self._hooks_compile or any(map(is_compiled, found))):
             self._watched = True
             self._graphs = _compiled_graphs()
             for model in found:
@@ -88,13 +89,6 @@ class ModuleBytes(Feature):
 
     def detach(self) -> None:
         self._end()
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(
-        type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
-        for module in model.modules()
-    )
 
 
 def _compiled_graphs() -> int:

@@ -40,6 +40,7 @@ class RuntimeMetrics:
         sets: metrics of features, each with the prefix of its names.
 
     Attributes:
+        sets: prefixes of names and metrics, those of the run first.
         offload, store: metrics of offloading and its tiers; all 0 if offloading is disabled.
         comm: metrics of collectives by parallel dimension.
     """
@@ -50,8 +51,8 @@ class RuntimeMetrics:
         self.step_seconds = run.step_seconds
         self.offload, self.store = OffloadMetrics(), StoreMetrics()
         self.comm: dict[str, CommMetrics] = {}
-        self._sets = [("", run), *sets]
-        for prefix, found in self._sets:
+        self.sets = [("", run), *sets]
+        for prefix, found in self.sets:
             if isinstance(found, OffloadMetrics):
                 self.offload = found
             elif isinstance(found, StoreMetrics):
@@ -61,12 +62,12 @@ class RuntimeMetrics:
 
     def declared(self) -> list[Metric]:
         """All metrics of this rank, in the order of output."""
-        return [metric for prefix, found in self._sets for metric in found.declared(prefix)]
+        return [metric for prefix, found in self.sets for metric in found.declared(prefix)]
 
     def values(self) -> dict[str, float]:
         """Totals by name, without unknown values."""
         values: dict[str, float] = {}
-        for prefix, found in self._sets:
+        for prefix, found in self.sets:
             values.update(found.values(prefix))
         return values
 
@@ -75,7 +76,7 @@ class RuntimeMetrics:
         every: list[tuple[str, MetricSet]] = [
             (f"comm/{dimension}", self.comm.get(dimension, CommMetrics())) for dimension in DIMENSIONS
         ]
-        others = [(prefix, found) for prefix, found in self._sets[1:] if not isinstance(found, CommMetrics)]
+        others = [(prefix, found) for prefix, found in self.sets[1:] if not isinstance(found, CommMetrics)]
         return RuntimeMetrics(self.steps, self._run, others + every)
 
     def __str__(self) -> str:

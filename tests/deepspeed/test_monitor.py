@@ -128,7 +128,10 @@ def test_hooks_inside_the_model_win_and_what_they_take_is_reported(
     assert not ours(caplog)
     train(part, 5)
     (record,) = ours(caplog)
-    assert "tests.deepspeed.test_monitor.keep_all" in record.getMessage() and "bytes a step" in record.getMessage()
+    assert (
+        "tests.deepspeed.test_monitor.keep_all" in record.getMessage()
+        and "bytes a step" in record.getMessage()
+    )
     bytes_of = []
     for engine in (whole, part):
         runtime = ssdtrain_ds.runtime_of(engine)

@@ -258,8 +258,8 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
     outcome = Outcome(5 << 20, 10 << 20, 0.1, 0.01, {"layers.1": 0.02})
     text = plan_table("auto", problem, [chosen.plan], chosen.kept, outcome=outcome)
     assert "offload" in text and "hidden" in text
-    assert "\n  region 0" in text
-    assert "measured: activation peak 5.00 MiB, 10.0 MiB without offload" in text
+    assert "\n  0-2.0: offload, 3 x 64.0 KiB, hidden\n" in text and "region" not in text
+    assert "saved 5.00 MiB of 10.0 MiB (x0.50 left), waited 10.0% of the step" in text
     assert "waited 20.0 ms for layers.1" in text
 
 

@@ -223,8 +223,15 @@ def test_rank_0_says_at_start_where_tensors_go_and_at_the_end_what_happened(
     runtime.close()
     runtime.close()
     _, end = reported(caplog)
-    assert end.startswith("[ssdtrain] summary of 3 steps\n") and "unoffloaded peak bytes" in end
-    assert "buffer bytes" in end
+    assert end.startswith("[ssdtrain] summary of 3 steps: saved ") and "activation peak" in end
+    rows = [line for line in end.splitlines() if line.startswith("  ")]
+    assert 5 <= len(rows) <= 10 and "buffer bytes" not in end
+
+
+def test_a_verbose_report_ends_with_all_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(tmp_path, {}, report={"interval": 10**9, "verbose": True})[0].close()
+    *_, end = reported(caplog)
+    assert end.startswith("[ssdtrain] all metrics\n") and "unoffloaded peak bytes" in end
 
 
 def test_no_step_no_summary_and_interval_0_says_nothing(

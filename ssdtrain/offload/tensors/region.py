@@ -28,6 +28,7 @@ __all__ = [
     "lost",
     "modified",
     "overwritten",
+    "place_of",
 ]
 
 
@@ -39,6 +40,11 @@ class _Nothing(dict[torch.device, torch.Tensor]):
 
 
 _NOTHING = _Nothing()
+
+
+def place_of(chunk: int, index: int) -> str:
+    """Return the name of a region whose module is not known."""
+    return f"chunk {chunk}, region {index}"
 
 
 class Region:
@@ -113,7 +119,7 @@ class Region:
     @property
     def place(self) -> str:
         """The model chunk, and the number on its tape."""
-        return f"chunk {self.tape.chunk}, region {self.index}"
+        return place_of(self.tape.chunk, self.index)
 
     @property
     def in_tensor(self) -> bool:
