@@ -166,7 +166,7 @@ class Runtime:
             make_directories(directories)
             if place.local_rank == 0:
                 warn_about_drives(config.offload, directories)
-        if config.offload is not None or config.plans:
+        if config.offload is not None or config.plans or config.measures:
             self.offload, planning = offload_features(
                 config,
                 place,

@@ -86,9 +86,8 @@ def config_from_args(args: argparse.Namespace) -> Config | None:
     """The config that the parsed flags ask for; None where no --ssdtrain-* flag was given.
 
     Raises:
-        ConfigError: keys or values are invalid, in the flags or in the file of --ssdtrain-config, a report is to be written
-            and nothing is enabled that it would be about, keys of comm are given and nothing that compresses, or a plan is to
-            compress inputs of linear layers.
+        ConfigError: keys or values are invalid, in the flags or in the file of --ssdtrain-config, keys of comm are given and
+            nothing that compresses, or a plan is to compress inputs of linear layers.
     """
     unused_flags.used()
     return _config_of(args)
@@ -113,21 +112,6 @@ def _config_of(args: argparse.Namespace) -> Config | None:
         allowed = "together with --ssdtrain-comm-preset, or a codec such as --ssdtrain-comm-dp int8, or leaving it out"
         given = {key: getattr(comm, key) for key in comm.model_fields_set}
         raise ConfigError([ConfigIssue("ssdtrain.comm", given, why, allowed)])
-    if config is not None and config.enabled and not config.active:
-        why = "would get no report: neither offloading nor compression is enabled"
-        allowed = "together with --ssdtrain-offload-directories or --ssdtrain-comm-preset, or leaving it out"
-        given = {
-            key: value
-            for key in ("path", "tensorboard")
-            if (value := getattr(config.report, key)) is not None
-        }
-        if given:
-            raise ConfigError(
-                [
-                    ConfigIssue(f"ssdtrain.report.{key} (--ssdtrain-report-{key})", value, why, allowed)
-                    for key, value in given.items()
-                ]
-            )
     return config
 
 

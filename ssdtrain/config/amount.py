@@ -39,6 +39,11 @@ class Amount:
     def __str__(self) -> str:
         return str(self.plain())
 
+    @property
+    def is_nothing(self) -> bool:
+        """Whether nothing is offloaded, whatever is saved."""
+        return self.kind == "fraction" and not self.value
+
     def plain(self) -> str | float:
         """The same amount as a config file writes it."""
         if self.kind in ("all", "auto"):

@@ -55,8 +55,9 @@ class OffloadConfig(StorageSection):
     amount: AmountField = Amount("auto")
     """How much of what a microbatch saves is offloaded: "auto", as much as transfers can be hidden for, measured in the first
     steps and again when something changes (docs/policy.md); "all"; a fraction such as 0.6 or "60%"; or the bytes that stay such
-    as "512MiB" (those saved last, because backward needs them first). With a lossy `codec` the default is "all": what is
-    decoded is not what was saved, and must not depend on times that were measured."""
+    as "512MiB" (those saved last, because backward needs them first). 0 measures and moves nothing: a baseline, without a place.
+    With a lossy `codec` the default is "all": what is decoded is not what was saved, and must not depend on times that were
+    measured."""
 
     device_budget: PositiveSize | None = None
     """Maximum bytes of activations on the device, at the least waiting, with `amount: "auto"` (default). By
@@ -128,6 +129,11 @@ class OffloadConfig(StorageSection):
     def lossy(self) -> bool:
         """What comes back is not what was saved."""
         return self.codec not in (AUTO, OFF) and not CODEC_KINDS[parse_codec(self.codec).name].lossless
+
+    @property
+    def moves(self) -> bool:
+        """Whether anything may leave: with an amount of 0 steps are only measured."""
+        return not self.amount.is_nothing or bool(self._tiers_of_modules)
 
     @property
     def _tiers_of_modules(self) -> list[str]:

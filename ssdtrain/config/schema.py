@@ -216,7 +216,8 @@ class Config(Section):
     """Choice of keep, recompute and offload for each block. Without this section nothing is recomputed."""
 
     report: ReportConfig = ReportConfig()
-    """Logging and files about the run."""
+    """Logging and files about the run. With `path` or `tensorboard` and none of the other sections, steps are measured and
+    nothing is changed: a baseline."""
 
     def conflicts(self) -> Iterator[ValueConflict]:
         if self.plan is None or self.plan.mode == "off":
@@ -257,7 +258,14 @@ class Config(Section):
         """Whether any feature is enabled."""
         sections = (self.offload, self.compact, self.state)
         found = any(section is not None for section in sections) or self.compresses or self.plans
-        return self.enabled and found
+        return (self.enabled and found) or self.measures
+
+    @property
+    def measures(self) -> bool:
+        """Whether steps are only measured: there is a report to write, and no section for what it would be about."""
+        sections = (self.offload, self.comm, self.compact, self.state)
+        writes = self.report.path is not None or self.report.tensorboard is not None
+        return self.enabled and writes and not self.plans and all(section is None for section in sections)
 
     @property
     def plans(self) -> bool:

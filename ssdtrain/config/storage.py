@@ -47,10 +47,15 @@ class StorageSection(Section):
     that names tensor, directory and offset. It costs the I/O threads about one pass over the bytes, 0.04 s of CPU time per GB
     in each direction, and 0.1 s when they write CPU tensors (docs/storage.md)."""
 
+    @property
+    def moves(self) -> bool:
+        """Whether anything goes there."""
+        return True
+
     def conflicts(self) -> Iterator[ValueConflict]:
         if self.directories:
             return
-        if not self.host:
+        if not self.host and self.moves:
             why = f"leaves no place {self.purpose}, because host is 0"
             yield "directories", [], why, "at least one directory, or host above 0"
         if self.capacity is not None:

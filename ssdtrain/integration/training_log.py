@@ -14,6 +14,8 @@ from ssdtrain.telemetry.totals import Interval
 __all__ = ["adds_metrics", "metrics_since"]
 
 _PREFIX = "ssdtrain"
+_VALUES = ("loss", "grad_norm")
+"""Values of the trainer's log that are in the journal too, by which two runs are compared."""
 
 
 def metrics_since(interval: Interval, runtime: Runtime) -> dict[str, float]:
@@ -37,6 +39,7 @@ def adds_metrics(interval: Interval, runtime_of: Callable[[Any], Runtime | None]
         def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             runtime = runtime_of(self) if "loss" in logs else None
             if runtime is not None:
+                runtime.log_values(**{name: logs[name] for name in _VALUES if name in logs})
                 logs = logs | metrics_since(interval, runtime)
             return plain(self, logs, *args, **kwargs)
 

@@ -64,11 +64,12 @@ def build_engine(
         buffer = buffer or (HUGE_PAGE if unstaged else max(4 * (in_flight or 0), 1024 * MiB))
     elif offload.gpudirect == "on":
         raise gpudirect_refused("activations are on the CPU")
-    budget = check_host_budget(offload.host + (buffer or 0), local_world_size)
+    host = offload.host or (0 if offload.directories else MiB)  # of what moves nothing
+    budget = check_host_budget(host + (buffer or 0), local_world_size)
     store = SpillStore(
         directories,
         capacity=offload.capacity,
-        host_bytes=offload.host,
+        host_bytes=host,
         threads=offload.threads,
         engine=offload.engine,
         direct=offload.direct,

@@ -181,6 +181,8 @@ class ActivationOffload(Feature):
         self.engine.reset_peak()
 
     def description(self) -> str:
+        if not self._config.moves and not self._planned:
+            return "offload: steps are measured, and nothing is moved"
         metrics = self.store.metrics
         tiers = [f"host memory ({size_text(metrics.host.capacity)})"] if metrics.host is not None else []
         tiers += [f"{drive.path} ({size_text(drive.capacity)})" for drive in metrics.drives]

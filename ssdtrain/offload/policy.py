@@ -161,7 +161,7 @@ class AmountPolicy:
 
     def __init__(self, amount: Amount) -> None:
         self.amount = amount
-        self.always = OFFLOAD if amount.kind == "all" else None
+        self.always = OFFLOAD if amount.kind == "all" else KEEP if amount.is_nothing else None
         """What it answers whatever is saved; None: that depends."""
         self._sizes = ForwardSizes()
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, ConfigError, ConfigIssue, OffloadConfig
+from ssdtrain.config import Amount, Config, ConfigError, ConfigIssue, OffloadConfig
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.features import Feature, Placement
 from ssdtrain.messages import report
@@ -96,9 +96,11 @@ def offload_features(
 
 
 def _records_only(place: Placement) -> OffloadConfig:
-    """Make the offload section of a plan without tiers: the engine records what is saved and when, and moves nothing."""
+    """Make the offload section of a plan without tiers, or of a baseline: the engine records what is saved, and moves nothing."""
     buffer = None if place.device.type == "cpu" else 4 * MiB  # pinned, and made at start
-    return OffloadConfig(host=MiB, min_bytes=RECORDED_FROM, buffer=buffer, in_flight=MiB)
+    return OffloadConfig(
+        host=MiB, amount=Amount("fraction", 0.0), min_bytes=RECORDED_FROM, buffer=buffer, in_flight=MiB
+    )
 
 
 def _planning(

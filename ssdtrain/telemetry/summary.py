@@ -24,7 +24,10 @@ def summary(metrics: RuntimeMetrics, limit: str) -> str:
     """
     offload, total = metrics.offload, metrics.step_seconds
     lines = [f"summary of {metrics.steps} {'step' if metrics.steps == 1 else 'steps'}"]
-    if offload.saved_bytes:
+    if offload.saved_bytes and not (offload.offloaded_bytes or offload.avoided_write_bytes):
+        peak, seconds = size_text(offload.activation_peak_bytes), duration_text(total / metrics.steps)
+        lines[0] += f": activations peak at {peak}, a step takes {seconds}"
+    elif offload.saved_bytes:
         waited = offload.stall_seconds / total if total else 0.0
         gain = gain_text(offload.activation_peak_bytes, offload.unoffloaded_peak_bytes, waited)
         lines[0] += f": {gain}"

@@ -145,7 +145,7 @@ def test_an_unknown_key_says_which_was_probably_meant(keys: tuple[str, ...], mea
 def test_an_unlike_key_lists_the_keys_there_are() -> None:
     (problem,) = rejected(nested(("report", "zzz"), 1)).problems
     assert "did you mean" not in problem.why
-    assert problem.allowed == "the keys interval, path, trace, tensorboard"
+    assert problem.allowed == "the keys interval, verbose, path, trace, tensorboard"
     (problem,) = rejected({**MINIMUM, 7: 1}).problems
     assert problem.path == "ssdtrain.7"
 

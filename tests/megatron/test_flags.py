@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ssdtrain.config import Amount, ConfigError, load_config
+from ssdtrain.config import Amount, Config, ConfigError, load_config
 from ssdtrain.config.flags import flags
 from ssdtrain_megatron import add_arguments, config_from_args
 from ssdtrain_megatron.flags import keys_without_effect
@@ -171,12 +171,15 @@ def test_unknown_flags_of_others_are_left_to_others() -> None:
     assert parser().parse_known_args(["--bf16", *unknown])[1] == unknown
 
 
-def test_a_report_about_nothing_is_rejected() -> None:
-    args = ["--ssdtrain-report-path", "runs"]
-    with pytest.raises(ConfigError, match=r"--ssdtrain-report-path.*runs.*--ssdtrain-offload-directories"):
-        config_from_args(parser().parse_args(args))
-    assert config_from_args(parser().parse_args([*args, "--no-ssdtrain-enabled"])) is not None
-    assert config_from_args(parser().parse_args([*args, "--ssdtrain-offload-directories", "/a"])) is not None
+def test_a_report_alone_is_a_baseline() -> None:
+    def config_of(*more: str) -> Config:
+        config = config_from_args(parser().parse_args(["--ssdtrain-report-path", "runs", *more]))
+        assert config is not None
+        return config
+
+    assert config_of().active and config_of().measures
+    assert not config_of("--no-ssdtrain-enabled").active
+    assert not config_of("--ssdtrain-offload-directories", "/a").measures
 
 
 @pytest.mark.parametrize(

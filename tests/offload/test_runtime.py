@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -159,7 +160,7 @@ def test_a_feature_that_does_nothing_is_reported(
     for options, expected in (
         ({}, "no saved tensor was seen"),
         ({"min_bytes": "1GiB"}, "offload.min_bytes"),
-        ({"amount": 0.0}, "offload.amount"),
+        ({"amount": 1e-9}, "offload.amount"),
     ):
         runtime = make_runtime(**options)
         caplog.clear()
@@ -169,13 +170,34 @@ def test_a_feature_that_does_nothing_is_reported(
                     with runtime.forward():
                         loss = zoo.noise(64, 64).requires_grad_().sin().sum()
                     loss.backward()
-                    if options.get("amount") == 0.0:  # the first tape is offloaded: its size has to be learnt
+                    if "amount" in options:  # the first tape is offloaded: its size has to be learnt
                         found = runtime.engine.metrics
                         found.offloaded_bytes = found.avoided_write_bytes = 0
         warnings = [
             record.getMessage() for record in caplog.records if "moved nothing" in record.getMessage()
         ]
         assert len(warnings) == 1 and expected in warnings[0], warnings
+
+
+@pytest.mark.parametrize("section", ["report", "offload"])
+def test_a_baseline_measures_and_moves_nothing(
+    section: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config: dict[str, object] = {"report": {"path": str(tmp_path)}}
+    if section == "offload":
+        config["offload"] = {"amount": 0, "min_bytes": 1}
+    with Runtime(load_config(config)) as runtime:
+        for _ in range(4):
+            with runtime.step():
+                with runtime.forward():
+                    loss = zoo.noise(64, 64).requires_grad_().sin().sum()
+                loss.backward()
+        found = runtime.statistics()
+        assert found is not None and found.offload.saved_bytes == 4 * 64 * 64 * 4
+        assert not found.offload.offloaded_bytes and not found.offload.avoided_write_bytes
+    lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
+    assert [line["activation_peak_bytes"] for line in lines] == [64 * 64 * 4] * 4
+    assert "moved nothing" not in caplog.text
 
 
 def test_keeping_every_tape_as_asked_is_no_idleness(

@@ -117,8 +117,8 @@ class StepChecks:
             or found.kept_late_bytes
         ):
             return
-        if self._only_keeps:
-            return  # the last stage of a pipeline
+        if self._only_keeps or not self._config.moves:
+            return  # the last stage of a pipeline; or it measures
         if not found.saved_tensors:
             why = "no saved tensor was seen: is the forward inside the runtime, and do inner saved-tensor hooks take all of it?"
         elif not found.saved_bytes:

@@ -7,6 +7,7 @@ from pathlib import Path
 from ssdtrain.output_files import replace_file
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.report.exports import merge_traces, write_prometheus
+from ssdtrain.tools.report.figures import compared
 from ssdtrain.tools.report.page import page
 from ssdtrain.tools.report.run import JournaledRun
 
@@ -100,5 +101,7 @@ def _write(chosen: argparse.Namespace) -> int:
         against = JournaledRun.read(chosen.against) if chosen.against is not None else None
         with replace_file(output) as stream:
             stream.write(page(found, against).encode(errors="backslashreplace"))
+    if against is not None:
+        print("\n".join(compared(found, against)))
     print(output)
     return 0

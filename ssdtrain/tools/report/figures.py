@@ -8,11 +8,12 @@ from dataclasses import dataclass
 
 from ssdtrain.metrics import Reduce, Unit
 from ssdtrain.text import duration_text, size_text
-from ssdtrain.tools.report.run import JournaledRun, ModuleUse, RankJournal, metric_named
+from ssdtrain.tools.report.run import JournaledRun, ModuleUse, RankJournal, declared_metric, metric_named
 
 __all__ = [
     "TILES",
     "Tile",
+    "compared",
     "metric_rows",
     "module_rows",
     "per_step",
@@ -49,7 +50,41 @@ def per_step(run: JournaledRun, name: str) -> float | None:
 
 
 def _peak(run: JournaledRun, name: str) -> float | None:
-    return max((value for journal in run.journals for value in journal.values(name)), default=None)
+    """The largest of all ranks at the end: since the plan that is followed began, which is the peak of the log and the table."""
+    return max((values[-1] for journal in run.journals if (values := journal.values(name))), default=None)
+
+
+def compared(run: JournaledRun, other: JournaledRun) -> list[str]:
+    """Return what `run` has against `other` in lines of text: memory, time, and whether the script's values are equal."""
+    lines = []
+    for name, of, text in (
+        ("memory", lambda one: _peak(one, "activation_peak_bytes"), size_text),
+        ("time", _step_time, duration_text),
+    ):
+        mine, theirs = of(run), of(other)
+        if mine is not None and theirs:
+            lines.append(f"{name} x{mine / theirs:.2f} ({text(mine)} against {text(theirs)})")
+    return [*lines, _equality(run, other)]
+
+
+def _equality(run: JournaledRun, other: JournaledRun) -> str:
+    """Say whether the values of the training script are equal in the steps that both runs have."""
+    steps, different = set(), set()
+    for mine in run.journals:
+        theirs = next((one for one in other.journals if one.label == mine.label), None)
+        for step, values in mine.by_step.items() if theirs is not None else ():
+            both = {
+                name
+                for name in values.keys() & theirs.by_step.get(step, {}).keys()
+                if not declared_metric(name)
+            }
+            steps |= {step} if both else set()
+            different |= {step for name in both if values[name] != theirs.by_step[step][name]}
+    if not steps:
+        return "bits not compared: no values of the script in both runs; add runtime.log_values(loss=loss.item())"
+    if different:
+        return f"bits differ from step {min(different)} on ({len(different)} of {len(steps)} steps)"
+    return f"bits equal in {len(steps)} of {len(steps)} steps (values of log_values)"
 
 
 def waited_share(journal: RankJournal) -> float:

@@ -14,13 +14,15 @@ from tests.support.journals import NAMES, write
 def test_it_writes_the_page_beside_the_journals_or_where_it_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run, other = write(tmp_path / "run"), write(tmp_path / "other")
+    run, other = write(tmp_path / "run", loss=2.5), write(tmp_path / "other", loss=2.5)
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out.strip() == str(run / "report.html")
     assert "<title>SSDTrain report: run</title>" in (run / "report.html").read_text()
     output = tmp_path / "page.html"
     assert main(["report", str(run), "--against", str(other), "-o", str(output)]) == 0
     assert "run against other" in output.read_text()
+    told = capsys.readouterr().out
+    assert "memory x1.00 (" in told and "time x1.00 (" in told and "bits equal in " in told
 
 
 def test_prometheus_writes_that_file_alone(tmp_path: Path) -> None:
