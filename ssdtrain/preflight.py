@@ -148,17 +148,17 @@ def make_directories(directories: Sequence[Path], key: str = _DIRECTORIES) -> No
 
 
 def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> None:
-    """Warn where several of `directories`, which exist, are on one drive, and where `capacity` is larger than what it is of."""
+    """Warn where several of `directories`, which exist, are on one drive, and where `capacity` is more than what is free."""
     first: dict[str | int, int] = {}
     for index, directory in enumerate(directories):
         status = os.statvfs(directory)
-        size = status.f_blocks * status.f_frsize
-        if offload.capacity is not None and offload.capacity > size:
+        free = status.f_bavail * status.f_frsize
+        if offload.capacity is not None and offload.capacity > free:
             logger.warning(
-                "ssdtrain.offload.capacity: %s is more than the %s of the file system of %s: it will be full before, and what "
-                "finds no room stays in memory; set a smaller capacity, or leave it out for nine tenths of the free space",
+                "ssdtrain.offload.capacity: %s is more than the %s that are free in %s: it will be full before, and what finds "
+                "no room stays in memory; set a smaller capacity, or leave it out for nine tenths of the free space",
                 exact_size(offload.capacity),
-                format_size(size),
+                format_size(free),
                 directory,
             )
         earlier = first.setdefault(drive_of(directory).device or os.stat(directory).st_dev, index)

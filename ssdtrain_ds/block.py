@@ -3,17 +3,16 @@ name, or inside of another section, would have no effect."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ssdtrain.config import ConfigError, ConfigIssue
+from ssdtrain.config.files import blocks_inside
 from ssdtrain.config.similar import resembles
 
 __all__ = ["BLOCK_KEY", "check_place"]
 
 BLOCK_KEY = "ssdtrain"
-
-_DEEPEST = 16  # levels
 
 
 def check_place(written: Mapping[str, Any]) -> None:
@@ -29,22 +28,6 @@ def check_place(written: Mapping[str, Any]) -> None:
     ]
     for key, value in written.items():
         if key != BLOCK_KEY:
-            problems += _below(value, str(key), 1)
+            problems += blocks_inside(value, str(key))
     if problems:
         raise ConfigError(problems)
-
-
-def _below(section: Any, path: str, depth: int) -> Iterator[ConfigIssue]:
-    """Blocks inside of another section."""
-    if not isinstance(section, Mapping) or depth > _DEEPEST:
-        return
-    for key, value in section.items():
-        full = f"{path}.{key}"
-        named = isinstance(key, str) and (key == BLOCK_KEY or resembles(key, BLOCK_KEY))
-        if named and isinstance(value, Mapping):
-            why = f"is inside of {path}, where it is not read"
-            yield ConfigIssue(
-                full, value, why, f"the key {BLOCK_KEY!r} at the top level of the DeepSpeed config"
-            )
-        else:
-            yield from _below(value, full, depth + 1)

@@ -3,6 +3,7 @@
 import json
 import stat
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ KEY = "ssdtrain"
 LARGEST_FILE = 64 * 1024
 """Maximum size of a file, in bytes."""
 _FILE_ALLOWED = "a YAML or JSON file"
+_DEEPEST = 16  # levels of sections that are searched for a misplaced block
 
 
 def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
@@ -60,6 +62,24 @@ def _text_of(name: Path) -> str:
     return content.decode("utf-8-sig")
 
 
+def blocks_inside(section: Any, path: str, depth: int = 1) -> Iterator[ConfigIssue]:
+    """Find blocks inside of another section of a framework's config, where they are not read.
+
+    Args:
+        path: full key of `section`.
+    """
+    if not isinstance(section, Mapping) or depth > _DEEPEST:
+        return
+    for key, value in section.items():
+        full = f"{path}.{key}"
+        named = isinstance(key, str) and (key == KEY or resembles(key, KEY))
+        if named and isinstance(value, Mapping):
+            why = f"is inside of {path}, where it is not read"
+            yield ConfigIssue(full, value, why, f"the key {KEY!r} at the top level of the config")
+        else:
+            yield from blocks_inside(value, full, depth + 1)
+
+
 def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
     block, where = content, f"all of {file}"
     problems: list[ConfigIssue] = []
@@ -82,6 +102,8 @@ def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
             for key in content
             if isinstance(key, str) and resembles(key, KEY)
         ][:1]
+        inside = ((key, value) for key, value in content.items() if key not in Config.model_fields)
+        problems += [problem for key, value in inside for problem in blocks_inside(value, str(key))]
     if problems:
         raise ConfigError(problems, file)
     if not isinstance(block, dict):

@@ -58,6 +58,18 @@ def _positive_size(value: Any) -> int:
     return size
 
 
+UNITLESS = 64 * units.KiB
+"""Bytes below which a number without a unit is not taken for a size of memory: it was meant with one."""
+
+
+def _memory(value: Any) -> int:
+    size = _positive_size(value)
+    if size < UNITLESS and not (isinstance(value, str) and value.strip()[-1].isalpha()):
+        why = f'has no unit, and would be {size} bytes (did you mean "{size}GiB"?)'
+        raise InvalidValue(why, POSITIVE_SIZE_ALLOWED)
+    return size
+
+
 def _capacity(value: Any) -> int:
     try:
         size = units.parse_size(value)
@@ -75,6 +87,7 @@ def _switch(value: Any) -> Any:
 
 SIZE = ValueKind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
 POSITIVE_SIZE = ValueKind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
+MEMORY = ValueKind("size", POSITIVE_SIZE_ALLOWED, _memory, units.exact_size)
 CAPACITY = ValueKind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
 DURATION = ValueKind("seconds", units.DURATION_ALLOWED, units.parse_duration)
 AMOUNT = ValueKind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
@@ -225,6 +238,8 @@ Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
 """Bytes, 0 or more."""
 PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
 """Bytes, 1 or more."""
+MemorySize = Annotated[int, BeforeValidator(_memory), MEMORY]
+"""Bytes of a device, 1 or more, written with a unit."""
 Capacity = Annotated[int, BeforeValidator(_capacity), CAPACITY]
 """Bytes of a drive, a block or more."""
 Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]

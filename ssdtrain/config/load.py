@@ -133,14 +133,14 @@ def _unknown_key(key: Any, value: Any, section: type[Section], path: str, within
 
 
 def _similar(key: str, section: type[Section], path: str, root: str) -> str | None:
-    """Suggest a full key: a similar one in this section, or the same name in another section, the first that has it."""
+    """Suggest a full key: the same name in another section, the first that has it, or else a similar one in this section."""
     near = closest(key, section.model_fields)
-    if near is not None:
+    elsewhere = next((full for full in key_paths(Config, root) if full.rpartition(".")[2] == key), None)
+    if near is not None and elsewhere is None:
         return f"{path}.{near}"
     if key == KEY or resembles(key, KEY):
         return f"{root}, which is one level up"
-    everywhere = (full for full in key_paths(Config, root) if full.rpartition(".")[2] == key)
-    return next(everywhere, None)
+    return elsewhere
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:

@@ -11,6 +11,7 @@ from ssdtrain.config.codecs import AUTO, CODEC_KINDS, OFF, parse_codec
 from ssdtrain.config.kinds import (
     AmountField,
     CodecName,
+    MemorySize,
     ModuleRules,
     Patterns,
     Positive,
@@ -59,7 +60,7 @@ class OffloadConfig(StorageSection):
     With a lossy `codec` the default is "all": what is decoded is not what was saved, and must not depend on times that were
     measured."""
 
-    device_budget: PositiveSize | None = None
+    device_budget: MemorySize | None = None
     """Maximum bytes of activations on the device, at the least waiting, with `amount: "auto"` (default). By
     default as few as transfers can be hidden for."""
 

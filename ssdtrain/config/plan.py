@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from ssdtrain.config.kinds import Patterns, PlanMode, PositiveSize, Slowdown, Switch
+from ssdtrain.config.kinds import MemorySize, Patterns, PlanMode, Slowdown, Switch
 from ssdtrain.config.section import Section, ValueConflict
 
 __all__ = ["PlanConfig"]
@@ -22,7 +22,7 @@ class PlanConfig(Section):
     mode: PlanMode = "auto"
     """"off" leaves the section without effect."""
 
-    device_limit: PositiveSize | None = None
+    device_limit: MemorySize | None = None
     """Bytes of activations on the device at most: what is saved for backward, without parameters, gradients, optimizer state and
     workspaces. A limit that no plan can meet is an error after the profiled steps. Default: no limit."""
 

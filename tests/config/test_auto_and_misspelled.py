@@ -1,6 +1,7 @@
 """The value "auto" is a key left out, and misspelled keys and flags say which was probably meant."""
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,33 @@ def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
         place = place.get(key, {})
     place.pop(flag.keys[-1], None)
     assert given == load_config(expected)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"offload": {"directories": "/a", "preset": "safe"}}, r"did you mean ssdtrain\.comm\.preset\?"),
+        (
+            {"offload": {"directories": "/a", "device_budget": 30}},
+            "has no unit, and would be 30 bytes.*30GiB",
+        ),
+        ({"plan": {"device_limit": "80"}}, "has no unit, and would be 80 bytes"),
+    ],
+)
+def test_a_mistake_is_named_with_what_was_meant(block: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(block)
+
+
+def test_a_block_inside_of_another_section_blames_no_other_key(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    inner = {"stage": 1, "ssdtrain": {"offload": {"directories": "/a"}}}
+    file.write_text(
+        json.dumps({"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": inner})
+    )
+    with pytest.raises(ConfigError, match=r"zero_optimization\.ssdtrain.*at the top level") as error:
+        load_config(file)
+    assert len(error.value.problems) == 1
 
 
 def test_auto_for_what_must_be_there_is_rejected() -> None:

@@ -192,6 +192,7 @@ def test_a_baseline_measures_and_moves_nothing(
                 with runtime.forward():
                     loss = zoo.noise(64, 64).requires_grad_().sin().sum()
                 loss.backward()
+                del loss
         found = runtime.statistics()
         assert found is not None and found.offload.saved_bytes == 4 * 64 * 64 * 4
         assert not found.offload.offloaded_bytes and not found.offload.avoided_write_bytes

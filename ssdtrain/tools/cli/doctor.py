@@ -19,7 +19,7 @@ from rich.console import Console
 
 from ssdtrain import __version__, ranks
 from ssdtrain.comm.topology import node_name
-from ssdtrain.config import ConfigError, load_config
+from ssdtrain.config import Config, ConfigError, load_config
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.paths import (
     WRITABLE_ALLOWED,
@@ -339,6 +339,7 @@ def config_file(file: Path) -> Iterator[Finding]:
         check_start(config)
     except (ConfigError, MemoryError, OSError) as error:
         found.append(Finding(subject, str(error), BROKEN, correct))
+    found += over_capacity(subject, config)
     if config.offload is not None and config.offload.gpudirect == "on" and (why := no_gpudirect()):
         found.append(
             Finding(subject, f'offload.gpudirect is "on", but {why}', BROKEN, 'or set it to "auto" or "off"')
@@ -356,6 +357,18 @@ def config_file(file: Path) -> Iterator[Finding]:
         on = ", ".join(name for name in features if getattr(config, name) is not None)
         yield Finding(subject, f"can be used: {on}", GOOD)
     yield from found
+
+
+def over_capacity(subject: str, config: Config) -> Iterator[Finding]:
+    """Findings about directories with less free space than `capacity`."""
+    for section in (config.offload, config.state):
+        for text in section.directories if section is not None else ():
+            place = expand_path(text, rank=ranks.global_rank(), local_rank=ranks.local_rank())
+            free = drive_of(nearest_existing(place)).free_bytes()
+            if section is not None and section.capacity is not None and section.capacity > free:
+                wanted = f"{section.key}.capacity is {size_text(section.capacity)}, and {size_text(free)} are free in {place}"
+                remedy = "a smaller capacity, or leave it out for nine tenths of the free space"
+                yield Finding(subject, wanted, WARNING, remedy)
 
 
 def no_gpudirect() -> str:
@@ -407,6 +420,9 @@ def drive(directory: Path, measured_bytes: int = 0) -> Iterator[Finding]:
     yield Finding(
         f"{subject}: O_DIRECT", "refused" if reason else "works", WARNING if reason else GOOD, remedy
     )
+    if behind.mount == "/":
+        remedy = "a full one stops the system: set offload.capacity, or use a directory on a drive of its own"
+        yield Finding(f"{subject}: mount", "the disk of /", WARNING, remedy)
     free = behind.free_bytes()
     full = "" if free >= LITTLE_SPACE else "almost full: free space, or give a directory on another drive"
     yield Finding(f"{subject}: free space", size_text(free), WARNING if full else GOOD, full)

@@ -7,6 +7,11 @@ TESTED = {
     "torch": ("2.13.0", "2.14.1", "2.15.0"),
     "deepspeed": ("0.16.9", "0.17.6", "0.18.9", "0.19.8"),
     "megatron-core": ("0.14.0", "0.15.3", "0.16.1"),
+    "transformers": ("5.23.0",),
+    "accelerate": ("1.15.0",),
+    "peft": ("0.21.2",),
+    "trl": ("1.16.0",),
+    "lightning": ("2.6.6",),
 }
 """Versions that the tests were run with; others produce a warning."""
 
