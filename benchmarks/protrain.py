@@ -2,10 +2,16 @@
 
     python -m benchmarks.protrain --json
 
-All train the same GPT in float32 with AdamW, in one process, and take steps in turn. Against ZeRO-Offload (stage 2, one rank,
-CPUAdam, buckets of a block) the limit on the device is what that keeps there: parameters and two buckets of gradients; gradients
-and optimizer state are in host memory in both. Against the section `state` all blocks are on the drive, and two at a time in
-memory. On a CPU the device's memory is host memory, too: what is compared is the work that each does, not a link.
+All train the same GPT in float32 with AdamW, in one process, and take steps in turn. On a CPU the device's memory is host memory,
+too: what is compared is the work that each does, not a link.
+
+- Against ZeRO-Offload (stage 2, one rank, CPUAdam, buckets of a block) the limit on the device is what that keeps there:
+  parameters and two buckets of gradients; gradients and optimizer state are in host memory in both. FSDP2 with CPUOffloadPolicy
+  is beside them.
+- Against the section `state` all blocks are on the drive, and two at a time in memory.
+- `plan` beside `state`: activations and state within a quarter of the state, against recomputing every block with the state that
+  then fits. Its predictions are compared with what was measured.
+- On ProTrain's machine nothing is run: see `benchmarks.protrain_simulated`.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +31,9 @@ from torch import nn
 import ssdtrain
 from benchmarks.common import finish, hardware, parser
 from benchmarks.models import GPT, gpt
+from benchmarks.protrain_simulated import simulated
+from ssdtrain.planner.controller import PlanController
+from ssdtrain.planner.plans import play
 from ssdtrain.runtime import Runtime
 from ssdtrain.tools.bench.ratios import interval, paired_ratio
 
@@ -38,11 +48,10 @@ class Way:
         seconds: of all steps.
     """
 
-    def __init__(self, arguments: Any) -> None:
+    def __init__(self, arguments: Any, recomputed_blocks: int = 0) -> None:
         torch.manual_seed(0)
-        self.model: GPT = gpt(
-            layers=arguments.layers, hidden=arguments.hidden, heads=8, sequence=arguments.sequence
-        )
+        shape = {name: getattr(arguments, name) for name in ("layers", "hidden", "sequence")}
+        self.model: GPT = gpt(heads=8, recomputed_blocks=recomputed_blocks, **shape)
         self.losses: list[str] = []
         self.seconds: list[float] = []
 
@@ -68,6 +77,8 @@ class OurWay(Way):
         state: the section; None: none.
         clip: norm of gradients.
         vertical: microbatches run block by block.
+        recomputed: every block is.
+        plan: there is a section `plan` beside it.
     """
 
     def __init__(
@@ -77,13 +88,15 @@ class OurWay(Way):
         clip: float | None = None,
         *,
         vertical: bool = False,
+        recomputed: bool = False,
+        plan: bool = False,
     ) -> None:
-        super().__init__(arguments)
+        super().__init__(arguments, arguments.layers if recomputed else 0)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
         self.clip, self.vertical = clip, vertical
         self.runtime: Runtime | None = None
         if state is not None:
-            config = {"state": state, "report": {"interval": 0}}
+            config = {"state": state, "report": {"interval": 0}} | ({"plan": "auto"} if plan else {})
             self.runtime = ssdtrain.attach(self.model, config, optimizer=self.optimizer)
 
     def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -104,12 +117,16 @@ class OurWay(Way):
         self.optimizer.zero_grad()
         return losses
 
-    def moved(self) -> tuple[int, int]:
-        """Bytes read and written so far."""
+    def metrics(self) -> dict[str, Any]:
+        """Values of all metrics so far."""
         assert self.runtime is not None
         found = self.runtime.statistics()
         assert found is not None
-        values = found.values()
+        return found.values()
+
+    def moved(self) -> tuple[int, int]:
+        """Bytes read and written so far."""
+        values = self.metrics()
         return int(values["state/loaded_bytes"]), int(values["state/stored_bytes"])
 
     def close(self) -> None:
@@ -144,6 +161,29 @@ class ZeroOffload(Way):
         loss = self.engine(*microbatch)
         self.engine.backward(loss)
         self.engine.step()
+        return [loss]
+
+
+class Fsdp(Way):
+    """FSDP2 with parameters, gradients and optimizer state in host memory."""
+
+    def __init__(self, arguments: Any) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+        super().__init__(arguments)
+        mesh = init_device_mesh("cpu", (1,))
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        fully_shard(self.model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
+
+    def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        (microbatch,) = microbatches
+        loss = loss_of(self.model, microbatch)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return [loss]
 
 
@@ -188,6 +228,7 @@ def against_zero_offload(arguments: Any, microbatches: Sequence[Any]) -> dict[st
     ways: dict[str, Way] = {
         "ours": OurWay(arguments, {**state, "clip": "none"}),
         "zero": ZeroOffload(arguments),
+        "fsdp": Fsdp(arguments),
         "ours clipped": OurWay(arguments, state, 1.0),
         "zero clipped": ZeroOffload(arguments, 1.0),
         "plain": OurWay(arguments),
@@ -199,7 +240,8 @@ def against_zero_offload(arguments: Any, microbatches: Sequence[Any]) -> dict[st
     compare(figures, "throughput_over_zero_offload", seconds["zero"], seconds["ours"])
     compare(figures, "throughput_over_zero_offload_clipped", seconds["zero clipped"], seconds["ours clipped"])
     compare(figures, "throughput_over_plain", seconds["plain"], seconds["ours"])
-    for name in ("ours", "zero", "plain"):
+    compare(figures, "throughput_over_fsdp_cpu_offload", seconds["fsdp"], seconds["ours"])
+    for name in ("ours", "zero", "fsdp", "plain"):
         figures[f"step_seconds_{name}_in_host_memory"] = statistics.median(seconds[name])
     for way in ways.values():
         if isinstance(way, OurWay):
@@ -243,6 +285,61 @@ def against_plain_state(arguments: Any, microbatches: Sequence[Any], directory: 
     return figures
 
 
+def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dict[str, Any]:
+    """Compare the joint plan with every block recomputed and the state that then fits, in the same memory of the device; and its
+    predictions with what was measured."""
+    model = Way(arguments).model
+    whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
+    section = {"directories": str(directory)}
+    ours = OurWay(arguments, {**section, "device_limit": whole // 4}, plan=True)
+    for _ in range(8):  # five are profiled, and the plan is made at the begin of the next one
+        ours.step(microbatches)
+    assert ours.runtime is not None
+    controller = next(part for part in ours.runtime.features if isinstance(part, PlanController))
+    assert controller.plan is not None, "there is no plan yet"
+    # What every block recomputed saves is the peak of that plan less the state in it.
+    assert controller.problem is not None
+    every = play(
+        replace(controller.problem, beside=0, after=0.0),
+        ["recompute" if block.inputs and block.name else "keep" for block in controller.problem.blocks],
+    )
+    recompute = OurWay(arguments, {**section, "device_limit": whole // 4 - every.peak}, recomputed=True)
+    plain = OurWay(arguments)
+    for way in (recompute, plain):
+        way.losses = []
+        for _ in range(8):
+            way.step(microbatches)
+    ours.runtime.reset_peak()
+    ways: dict[str, Way] = {"planned": ours, "recompute": recompute, "plain": plain}
+    seconds = {name: taken[8:] for name, taken in take_turns(ways, microbatches, arguments).items()}
+    values = ours.metrics()
+    peak = values["activation_peak_bytes"] + values["state/resident_peak_bytes"]
+    took = statistics.median(seconds["planned"])
+    figures: dict[str, Any] = {
+        "bits_equal": ours.losses == recompute.losses == plain.losses,
+        "peak_error": abs(values["plan/predicted_peak_bytes"] / peak - 1),
+        "step_time_error": abs(controller.plan.seconds / took - 1),
+        "largest_model_ratio": whole / peak,
+        "plan": controller.plan.summary(),
+        "persistent_chunks": values["state/persistent_chunks"],
+        "step_seconds_planned": took,
+        "step_seconds_predicted": controller.plan.seconds,
+        "step_seconds_recompute": statistics.median(seconds["recompute"]),
+    }
+    compare(figures, "throughput_over_recompute", seconds["recompute"], seconds["planned"])
+    ours.close()
+    recompute.close()
+    return figures
+
+
+def papers() -> dict[str, Any]:
+    """Count the published rows that the planner of clusters is within a quarter of."""
+    from benchmarks.papers.__main__ import compare as compare_rows
+
+    found = compare_rows()
+    return {"rows_within_25": sum(not one.far for one in found), "rows": len(found)}
+
+
 def by_blocks(arguments: Any, microbatch: Any, directory: Path) -> dict[str, Any]:
     """Compare accumulation block by block with the usual order."""
     count = arguments.microbatches
@@ -267,6 +364,9 @@ def main() -> None:
     arguments.add_argument("--batch", type=int, default=1, help="sequences")
     arguments.add_argument("--microbatches", type=int, default=4, help="that are accumulated block by block")
     arguments.add_argument("--pairs", type=int, default=20, help="interleaved rounds")
+    arguments.add_argument(
+        "--no-papers", action="store_true", help="leave out the published rows, which take minutes"
+    )
     chosen = arguments.parse_args()
     tokens, targets = (torch.randint(256, (chosen.batch, chosen.sequence)) for _ in range(2))
     figures: dict[str, Any] = {
@@ -277,8 +377,12 @@ def main() -> None:
             on_one_rank(lambda: against_zero_offload(chosen, [(tokens, targets)])),
             against_plain_state(chosen, [(tokens, targets)], Path(directory)),
             by_blocks(chosen, (tokens, targets), Path(directory)),
+            planned(chosen, [(tokens, targets)], Path(directory)),
         ]
         equal = all(part.pop("bits_equal") for part in parts)
+        parts.append(simulated())
+        if not chosen.no_papers:
+            parts.append(papers())
         for part in parts:
             figures |= part
         finish(

@@ -80,8 +80,9 @@ def check_state(config: Config, served: bool) -> None:
     if not served:
         why = "is for models of plain PyTorch, given to ssdtrain.attach"
         allowed = "leaving it out, and the framework's own means for parameters and optimizer state"
-    elif config.compact is not None:
-        why, allowed = "meets compact: not in this version", "leaving out one of the two"
+    elif config.compact is not None and config.compact.mode == "lowrank":
+        why = 'meets compact.mode "lowrank", which trains other matrices than the optimizer was made with'
+        allowed = 'compact.mode "reconstruct" or "quant", or leaving out one of the two'
     elif config.plans and config.plan is not None and config.plan.device_limit is not None:
         key, value = "ssdtrain.plan.device_limit", config.plan.device_limit
         why, allowed = "meets the section state", "state.device_limit, which is for activations as well then"

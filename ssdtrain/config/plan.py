@@ -24,7 +24,8 @@ class PlanConfig(Section):
 
     device_limit: MemorySize | None = None
     """Bytes of activations on the device at most: what is saved for backward, without parameters, gradients, optimizer state and
-    workspaces. A limit that no plan can meet is an error after the profiled steps. Default: no limit."""
+    workspaces. A limit that no plan can meet is an error after the profiled steps. With a `state` section it is an error: what is
+    there is limited by `state.device_limit`, together with the model's state. Default: no limit."""
 
     objective: Literal["time", "memory"] | None = None
     """"time": the shortest step within `device_limit`. "memory": the lowest peak within `max_slowdown`. Default: "time" with a

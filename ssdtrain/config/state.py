@@ -22,7 +22,8 @@ class StateConfig(StorageSection):
 
     device_limit: PositiveSize | None = None
     """Bytes of parameters, gradients and optimizer state on the device at most. As many of the first chunks as fit stay on the
-    device. A limit that is too small is an error at start. Default: what two chunks take, beside all that is in no chunk."""
+    device. A limit that is too small is an error at start. Default: what two chunks take, beside all that is in no chunk. With a
+    plan (`"plan": "auto"`) activations count as well, and the plan decides how many chunks stay (docs/state.md)."""
 
     blocks: Patterns = ()
     """The modules whose parameters are a chunk each: patterns of qualified names, such as "layers.*". Default: the children of

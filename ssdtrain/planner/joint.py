@@ -26,7 +26,7 @@ from pathlib import Path
 from ssdtrain.planner.derating import Bandwidths, Rates
 from ssdtrain.planner.judge import Judge
 from ssdtrain.planner.model.types import Block, Link, Tier
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step
 from ssdtrain.state.feature import ModelState
 from ssdtrain.state.plan import CHUNK_BUFFERS, StateChoice, StateChunk
 from ssdtrain.state.residency import StateTimes
@@ -143,13 +143,19 @@ def best_with_state(
     effort = 1.0 / (2 + BETWEEN)
 
     def try_number(number: int) -> None:
+        assert limits.device is not None
         for buffers in range(CHUNK_BUFFERS, 0, -1):
             choice = costs.choice(number, buffers)
             if choice in found:
                 continue
             found[choice] = []
+            if number and choice.limit > limits.device:
+                continue
+            left, best = costs.applied(problem, choice), plans()
+            if best and judge.by_time and kept_step(left).seconds >= best[0].seconds:
+                continue  # nothing is faster than keeping what is saved
             try:
-                found[choice] = list(search(costs.applied(problem, choice), effort))
+                found[choice] = list(search(left, effort))
             except NoPlan as error:
                 failures.append(error)
 
@@ -157,7 +163,7 @@ def best_with_state(
         return sorted((plan for several in found.values() for plan in several), key=judge.score)
 
     step = max(1, -(-count // (1 + BETWEEN)))
-    for number in {*range(0, count + 1, step), count}:
+    for number in sorted({*range(0, count + 1, step), count}):
         try_number(number)
     while step > 1 and (best := plans()):
         step = (step + 1) // 2

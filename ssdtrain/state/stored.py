@@ -8,6 +8,7 @@ import torch
 
 from ssdtrain.state.transfers import HostCopy, StateTransfer, StateTransfers, failure_of
 from ssdtrain.storage import Slot, signals_deferred
+from ssdtrain.storage.memory import digest
 
 __all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "checksum", "is_movable", "users"]
 
@@ -15,7 +16,7 @@ MOVABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Types of tensors that may leave: those with a NaN to show meanwhile."""
 
 
-_WORDS_AT_A_TIME = 1 << 17  # words at a time: on a CPU what is computed of them stays in the cache
+_WORDS_AT_A_TIME = 1 << 17  # words at a time, which bounds the memory that it needs
 _PLACE, _MIX, _CARRY = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 
 
@@ -23,8 +24,11 @@ def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
     """Compute an int64 of all bytes and their places on their device, which tells whether they were changed past torch's version
     counters. Needs memory for some MiB at most.
 
-    A sum alone would not see that all signs are changed, or that rows are exchanged: each word is mixed with its place first.
+    A sum alone would not see that all signs are changed, or that rows are exchanged: each word is mixed with its place first. In
+    host memory it is the digest of drives, which the processor has an instruction for.
     """
+    if storage.device.type == "cpu":
+        return torch.tensor(digest(storage.data_ptr(), storage.nbytes(), 1) >> 1, device="cpu")
     raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     whole = raw.numel() // 8 * 8
     words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)

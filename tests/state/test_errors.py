@@ -54,8 +54,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
 def test_other_sections_and_other_frameworks_are_refused(tmp_path: Path) -> None:
     model = make_model()
     state = {"directories": str(tmp_path)}
-    with pytest.raises(ConfigError, match=r"ssdtrain\.state.*not in this version"):
-        ssdtrain.attach(model, {"state": state, "compact": {}}, optimizer=adamw(model.parameters()))
+    with pytest.raises(ConfigError, match=r'ssdtrain\.state.*compact\.mode "lowrank"'):
+        both = {"state": state, "compact": {"mode": "lowrank"}}
+        ssdtrain.attach(model, both, optimizer=adamw(model.parameters()))
     with pytest.raises(ConfigError, match=r"plain PyTorch.*framework's own means"):
         Runtime(load_config({"state": state}))
     with pytest.raises(ConfigError, match="at least one directory, or host above 0"):

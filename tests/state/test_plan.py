@@ -100,6 +100,28 @@ def test_state_of_four_times_the_limit_with_activations_in_it(
     runtime.close()
 
 
+@pytest.mark.parametrize("mode", ["reconstruct", "quant"])
+@pytest.mark.parametrize("optimizer_on", ["device", "cpu"])
+def test_compressed_inputs_are_those_of_the_run_without_chunks(
+    optimizer_on: str, mode: str, tmp_path: Any
+) -> None:
+    recipe = Recipe(steps=2, microbatches=2)
+    ended = []
+    for section in (
+        {},
+        {"state": {"directories": str(tmp_path), "min_bytes": 256, "optimizer": optimizer_on}},
+    ):
+        model = make_model(width=64)
+        optimizer = _adamw(list(model.parameters()), fused=True)
+        config = {"compact": {"mode": mode}, "report": {"interval": 0}, **section}
+        runtime = ssdtrain.attach(model, config, optimizer=optimizer)
+        losses = run(recipe, model, optimizer, runtime)
+        ended.append((losses, dict(model.state_dict())))
+        runtime.close()
+    assert ended[0][0] == ended[1][0]
+    assert same(ended[0][1], ended[1][1])
+
+
 def test_there_is_one_limit(tmp_path: Any) -> None:
     model = make_model()
     section = {"directories": str(tmp_path), "min_bytes": 256}
