@@ -162,6 +162,8 @@ class _Row(NamedTuple):
         block, smaller = self.block, self.block.compressed
         if self.choice.recompute:
             return block.recompute
+        if self.choice.encode and block.encoded is not None:
+            return block.encoded.forward + block.encoded.recompute - block.forward
         if self.choice.compress and smaller is not None:
             return smaller.forward + smaller.backward - block.forward - block.backward
         return self.times.store_stall + self.times.load_stall
@@ -184,6 +186,8 @@ def _group_text(rows: Sequence[_Row]) -> str:
     size = size_text(sum(row.block.saved + row.block.small for row in rows))
     if choice.compress:
         size += f" to {size_text(sum(row.block.compressed.saved for row in rows if row.block.compressed))} (lossy)"
+    if choice.encode:
+        size += f" to {size_text(sum(row.block.encoded.inputs for row in rows if row.block.encoded))}"
     cost = sum(row.cost for row in rows)
     costs = f", costs {duration_text(cost)}" if cost > 1e-9 else ""
     return f"{name}: {action} {size}{first.why}{costs}"

@@ -13,8 +13,8 @@ in device memory and in the pinned memory that it is copied to, and the device p
 region before gets it from the payload, or from a copy of all of that memory, where the device looks at the flag again.
 
 Note: [Kept encoded]
-A region may stay in its memory, encoded (`Action.tier` "device"). Then its payload has no room for the values, or nothing would be
-saved: the tensor is let go of when the host has the flag.
+A region may stay in its memory, encoded (`Action.tier` "device"). Then its payload has no room for the values, or nothing would
+be saved: the tensor is let go of when the host has the flag.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.sharing import Extent, no_overlap
 from ssdtrain.offload.transfer.state import Encoded
 
-__all__ = ["DEVICE", "CodecRule", "Coding", "check_codec"]
+__all__ = ["OWN_MEMORY", "CodecRule", "Coding", "check_codec"]
 
 MASK = "mask"
-DEVICE = "device"
+OWN_MEMORY = "device"
 """The tier of `Action` that is the memory which a region is in."""
 AUTOMATIC_BYTES = 4 * MiB
 """Smallest region that is encoded to save time: to launch the kernels of a smaller one takes the host about as long as a link
@@ -135,7 +135,7 @@ class Coding:
         values = _values(region, region.tensor, region.start)
         size = values.numel(), values.dtype
         known = values.device.type == "cpu"  # at once; a device is not waited for
-        stays = region.transfer.tier == DEVICE  # see Note: [Kept encoded]
+        stays = region.transfer.tier == OWN_MEMORY  # see Note: [Kept encoded]
         limit = (
             codec.max_payload_bytes(*size)
             if known or stays or not _may_overflow(codec)

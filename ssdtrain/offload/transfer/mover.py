@@ -25,7 +25,7 @@ from ssdtrain.offload.policy import Action
 from ssdtrain.offload.tensors.geometry import ALIGNED, lead_of
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.tape import Tape
-from ssdtrain.offload.transfer.coding import DEVICE
+from ssdtrain.offload.transfer.coding import OWN_MEMORY
 from ssdtrain.offload.transfer.loads import Loads
 from ssdtrain.offload.transfer.rests import moved_bytes
 from ssdtrain.offload.transfer.state import PayloadCheck, State
@@ -86,7 +86,7 @@ class Mover:
 
     def admits(self, region: Region) -> bool:
         """Return True if the stores in flight leave room for one more."""
-        return region.transfer.tier == DEVICE or self.stores.admits(region.transfer.moved_bytes)
+        return region.transfer.tier == OWN_MEMORY or self.stores.admits(region.transfer.moved_bytes)
 
     def begin_store(self, region: Region) -> bool:
         """RESIDENT -> STORING, or kept where no tier has room, or encoded where it is. False: no staging buffer now; try after a
@@ -100,7 +100,7 @@ class Mover:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
         if transfer.codec is not None and transfer.payload is None:  # else there was no room
             self._encode(region, transfer.codec)
-        if transfer.tier == DEVICE:
+        if transfer.tier == OWN_MEMORY:
             self._keep_encoded(region)
             return True
         if transfer.moved_bytes != region.nbytes:
@@ -138,7 +138,7 @@ class Mover:
         return True
 
     def _encode(self, region: Region, codec: Codec) -> None:
-        largest = self.transfer.largest if region.transfer.tier != DEVICE else None
+        largest = self.transfer.largest if region.transfer.tier != OWN_MEMORY else None
         if codec.may_overflow and largest is not None and largest < region.nbytes + HEADER_BYTES:
             region.transfer.codec = None  # only without a header it fits through
             return
