@@ -155,8 +155,9 @@ class Coding:
         """Return what says whether the payload of the region overflowed, uint8 [1] on its device; None: it did not."""
         codec, payload = region.transfer.codec, region.transfer.payload
         assert payload is not None and codec is not None
-        known = payload.device.type == "cpu" or not _may_overflow(codec)
-        return None if known else codec.overflow_flag(payload)
+        if payload.device.type == "cpu" or not _may_overflow(codec):
+            return None
+        return codec.overflow_flag(payload)
 
     def keep_values(self, region: Region, host: int) -> int:
         """Have the values themselves in the payload of the region if it has overflowed. Returns how much of it is to be copied to
