@@ -71,7 +71,7 @@ def _restore_modules_of_forward(engine: Any) -> None:
 
 def _why_none(engine: Any, config: Config, written: Mapping[str, Any]) -> str:
     """Why no block of the engine may be recomputed; "": some may."""
-    if config.plan is not None and config.plan.recompute == "off":
+    if config.plan is not None and config.plan.recompute == config.plan.encode == "off":
         return "plan.recompute is off"
     if config.compact is not None:
         return "compact compresses what its linear layers save (with a plan that recomputes: not in this version)"

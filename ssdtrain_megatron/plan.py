@@ -74,7 +74,7 @@ def _is_empty_stage(chunk: nn.Module, plan: PlanConfig) -> bool:
 
 def _why_none(chunks: Sequence[nn.Module], config: Config) -> str:
     """Why no layer of the chunks may be recomputed; "": some may."""
-    if config.plan is not None and config.plan.recompute == "off":
+    if config.plan is not None and config.plan.recompute == config.plan.encode == "off":
         return "plan.recompute is off"
     if config.compact is not None:
         return "compact compresses what its linear layers save (with a plan that recomputes: not in this version)"

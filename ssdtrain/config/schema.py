@@ -233,6 +233,9 @@ class Config(Section):
         if self.offload is None:
             return
         offload = self.offload
+        if offload.prove_steps and self.plan.encode in ("int8", "int4"):
+            why = f'compares bits, but plan.encode "{self.plan.encode}" changes them'
+            yield "offload.prove_steps", offload.prove_steps, why, 'leaving it out, or plan.encode "exact"'
         if offload.amount.kind in ("fraction", "keep"):
             why = "fixes what is offloaded, which the plan decides"
             yield "offload.amount", offload.amount.plain(), why, 'leaving it out, or "plan": "off"'

@@ -27,6 +27,7 @@ from ssdtrain.offload.pacing.closing import wait_for_load
 from ssdtrain.offload.pacing.prefetch import Prefetcher
 from ssdtrain.offload.pacing.starter import StoreStarter, operator_number
 from ssdtrain.offload.policy import (
+    KEEP,
     OFFLOAD,
     STAY,
     Action,
@@ -41,7 +42,7 @@ from ssdtrain.offload.tensors.region import Handle, Kept, Region, Releases, capt
 from ssdtrain.offload.tensors.sharing import Extent, extent_of, find_region, make_region
 from ssdtrain.offload.tensors.tape import FAR, Tape
 from ssdtrain.offload.transfer.buffers import Buffers
-from ssdtrain.offload.transfer.coding import Coding
+from ssdtrain.offload.transfer.coding import OWN_MEMORY, Coding
 from ssdtrain.offload.transfer.gpudirect import GpuDirectTransfer
 from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.restore import Restorer
@@ -283,7 +284,10 @@ class OffloadEngine:
             action = STAY if tape.keep else self._decide(tape, region)
             if action.offload and (action is not OFFLOAD or region.dtype in self.coding.dtypes):
                 codec = self.coding.choose(tensor, extent, region, action)
-                self.mover.plan(region, codec, action)
+                if codec is None and action.tier == OWN_MEMORY:
+                    action = KEEP
+                else:
+                    self.mover.plan(region, codec, action)
         except BaseException:
             seen.regions.remove(region)  # the policy has failed
             raise

@@ -19,13 +19,14 @@ It takes device memory too, and is not the default.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
-from ssdtrain.codecs import FixedSizeCodec, kernels, make_fixed_size_codec
+from ssdtrain.codecs import FixedSizeCodec, Key, kernels, make_fixed_size_codec
 from ssdtrain.codecs.base import FLOATS
 from ssdtrain.codecs.warm_up import warm_up
 from ssdtrain.config.units import MiB
@@ -36,14 +37,14 @@ from ssdtrain.profile.passes import RegionTimes, StepRecord
 if TYPE_CHECKING:
     from ssdtrain.offload.engine import OffloadEngine
 
-__all__ = ["CodecTrial", "free_codec", "is_free", "priced"]
+__all__ = ["CodecTrial", "codec_seconds", "free_codec", "is_free", "priced"]
 
 logger = logging.getLogger("ssdtrain")
 
 SPEC = "exact"
 DTYPES = (torch.bfloat16, torch.float32)
 """Dtypes of which it makes fewer bytes."""
-CODEC_PROBE = 64 * MiB  # bytes of the tensor that is encoded
+CODEC_PROBE, CPU_CODEC_PROBE = 64 * MiB, 4 * MiB  # bytes of the tensor that is encoded
 REPEATS = 3
 UNTRIED_STEPS = 2
 """Number of steps before the trial, which have costs of their own."""
@@ -73,10 +74,15 @@ def priced(spec: str, device: torch.device) -> CodecRule:
     rule = CodecRule(spec)
     if device.type != "cuda" or not kernels.compiled():
         return rule
-    codec = make_fixed_size_codec(spec)
-    dtype = next(dtype for dtype in (*DTYPES, *FLOATS) if dtype in codec.inputs)
-    encode, decode = _seconds(codec, device, dtype)
+    encode, decode = codec_seconds(spec, device)
     return rule._replace(encode=encode, decode=decode)
+
+
+def codec_seconds(spec: str, device: torch.device) -> tuple[float, float]:
+    """Measure encoding and decoding of a codec's most common dtype, in seconds per byte. Blocks the host."""
+    codec = make_fixed_size_codec(spec)
+    warm_up(codec, device, FLOATS)
+    return _seconds(codec, device, next(dtype for dtype in (*DTYPES, *FLOATS) if dtype in codec.inputs))
 
 
 class CodecTrial:
@@ -174,20 +180,24 @@ def _saved(codec: FixedSizeCodec, dtype: torch.dtype) -> float:
 
 def _seconds(codec: FixedSizeCodec, device: torch.device, dtype: torch.dtype) -> tuple[float, float]:
     """Measure encoding and decoding, in seconds per byte."""
+    size = CODEC_PROBE if device.type == "cuda" else CPU_CODEC_PROBE
+    generator = torch.Generator(device)
+    values = torch.randn(size // dtype.itemsize, device=device, generator=generator).to(dtype)
+    payload = torch.empty(codec.payload_bytes(values.numel(), dtype), dtype=torch.uint8, device=device)
+    ways = (lambda: codec.encode(values, payload, Key(0))), (lambda: codec.decode(payload, values))
+    encode, decode = (min(_elapsed(way, device) for _ in range(REPEATS)) for way in ways)
+    return encode / size, decode / size
+
+
+def _elapsed(work: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        start = time.perf_counter()
+        work()
+        return time.perf_counter() - start
     with torch.cuda.device(device):
-        values = torch.randn(
-            CODEC_PROBE // dtype.itemsize, device=device, generator=torch.Generator(device)
-        ).to(dtype)
-        payload = torch.empty(codec.payload_bytes(values.numel(), dtype), dtype=torch.uint8, device=device)
-        ways = (lambda: codec.encode(values, payload)), (lambda: codec.decode(payload, values))
-        encode, decode = (min(_elapsed(way) for _ in range(REPEATS)) for way in ways)
-    return encode / CODEC_PROBE, decode / CODEC_PROBE
-
-
-def _elapsed(work: Callable[[], object]) -> float:
-    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    began.record()
-    work()
-    ended.record()
-    ended.synchronize()
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        work()
+        ended.record()
+        ended.synchronize()
     return began.elapsed_time(ended) / 1e3

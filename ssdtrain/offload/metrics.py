@@ -31,6 +31,8 @@ class OffloadMetrics(MetricSet):
     """Bytes of regions, or parts of them, that stayed in memory: by plan, for want of room, or past the deadline."""
     kept_full_bytes: int = counter(Unit.BYTES, "kept as tiers are full")
     """Part of these: every tier was full or had failed."""
+    kept_encoded_bytes: int = counter(Unit.BYTES, "kept encoded")
+    """Part of these: encoded, in the memory that they were in."""
     kept_late_bytes: int = counter(Unit.BYTES, "kept as stores are late")
     """Part of these: the stores in flight did not end within `offload.deadline`."""
     shared_tensors: int = counter(Unit.COUNT)

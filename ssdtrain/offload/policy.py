@@ -68,8 +68,9 @@ class Action(NamedTuple):
     offload: bool
     codec: str | None = None
     """The codec that encodes it; None: that of the config."""
-    tier: Literal["host", "ssd"] | None = None
-    """Where it is stored; None: in the first tier that has room."""
+    tier: Literal["host", "ssd", "device"] | None = None
+    """Where it is stored; None: in the first tier that has room. "device": it stays in the memory that it is in, encoded; what
+    `codec` cannot hold or makes no smaller stays as it is."""
     stays: bool = False
     """It stays in memory whatever the plan is: plans count it as memory that cannot be freed."""
     part: float = 1.0

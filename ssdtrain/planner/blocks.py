@@ -12,11 +12,13 @@ import functools
 import logging
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain import ranks
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import ConfigError, ConfigIssue, PlanConfig
+from ssdtrain.config.codecs import OFF
 from ssdtrain.features import Forward
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.engine import OffloadEngine
@@ -25,10 +27,17 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.execute import BlockActions, BlockPolicy, recomputed_meanwhile
 from ssdtrain.planner.joint import StateProfile
-from ssdtrain.planner.model.types import Pass
+from ssdtrain.planner.model.types import Block, Pass
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
-from ssdtrain.planner.profile import MeasuredBlock, kind_of, problem_of, read_steps, with_compressed
+from ssdtrain.planner.profile import (
+    MeasuredBlock,
+    kind_of,
+    problem_of,
+    read_steps,
+    with_compressed,
+    with_encoded,
+)
 from ssdtrain.planner.recompute.purity import Collectives, own_generators
 from ssdtrain.planner.recompute.trials import Recomputations
 from ssdtrain.planner.spans import BlockSpan, BlockSpans
@@ -62,6 +71,7 @@ class Blocks(PlanSubject):
         compact: compresses inputs of linear layers in the blocks that the plan says; None: nothing lossy is chosen.
         tiers: there is an offload section.
         state: model state that comes and goes, which plans decide about as well; None: there is none.
+        codec_seconds: of `plan.encode`, for encoding and decoding a byte.
 
     Attributes:
         agreement: of the ranks that recompute the same blocks.
@@ -81,9 +91,10 @@ class Blocks(PlanSubject):
         compact: CompactLinear | None = None,
         tiers: bool,
         state: StateProfile | None = None,
+        codec_seconds: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         super().__init__()
-        self._state = state
+        self._state, self._codec_seconds = state, codec_seconds
         engine, blocks = offload.engine, named.blocks
         self.agreement = agreement = Agreement(named.group, tuple(blocks), engine.eligible.device)
         self._config, self._offload, self._policy, self._engine = config, offload, policy, engine
@@ -247,7 +258,7 @@ class Blocks(PlanSubject):
         elif ready:
             if self._uncompressed is not None:
                 found = with_compressed(self._uncompressed, found)
-            self._measured = found
+            self._measured = found if self._config.encode == OFF else self._with_encoded(found)
             self._actions.compress(())  # until there is a plan that does
             return True
         return False
@@ -287,6 +298,20 @@ class Blocks(PlanSubject):
             self._records.clear()  # no backward came
             self._found.clear()
         return found
+
+    def _with_encoded(self, pieces: list[MeasuredBlock]) -> list[MeasuredBlock]:
+        """What was recomputed while it was measured has the ratio of one of its kind that was not."""
+        ratios = {
+            self._kinds[piece.name]: self._policy.encoded_ratio(piece.name)
+            for piece in pieces
+            if piece.name and not piece.recomputed
+        }
+
+        def encoded(piece: MeasuredBlock) -> Block:
+            ratio = ratios.get(self._kinds[piece.name], 1.0) if piece.name else 1.0
+            return with_encoded(piece.block, ratio, *self._codec_seconds)
+
+        return [replace(piece, block=encoded(piece)) for piece in pieces]
 
     def _measure_compressed(self, found: list[MeasuredBlock]) -> None:
         """Profile the same number of steps with compression, after one to warm up."""

@@ -8,12 +8,14 @@ from pathlib import Path
 
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.config import Amount, Config, ConfigError, ConfigIssue, OffloadConfig
+from ssdtrain.config.codecs import OFF
 from ssdtrain.config.units import KiB, MiB
 from ssdtrain.features import Feature, Placement
 from ssdtrain.messages import report
 from ssdtrain.metrics import MetricSet
 from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.feature import ActivationOffload
+from ssdtrain.offload.free_codec import codec_seconds
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.planner.blocks import Blocks
 from ssdtrain.planner.controller import PlanController
@@ -69,7 +71,8 @@ def offload_features(
     if plan is not None:
         _check_plan(config, named, policy, reports)
         least = 0 if config.offload is None else config.offload.min_bytes
-        followed = BlockPolicy({}, least=least) if named.blocks or idle else AdaptivePolicy()
+        codec = None if plan.encode == OFF else plan.encode
+        followed = BlockPolicy({}, least=least, codec=codec) if named.blocks or idle else AdaptivePolicy()
     elif policy is None and config.offload is not None and config.offload.amount.kind == "auto":
         followed = AdaptivePolicy()
     plot = None
@@ -127,7 +130,20 @@ def _planning(
         exact, tiers = checkpoint.exact(config.checkpoint), config.offload is not None
         lossy = compact if plan.compress else None
         measured = None if state is None else _profile_of(state, config, offload)
-        subject = Blocks(plan, offload, policy, named, exact, compact=lossy, tiers=tiers, state=measured)
+        seconds = (0.0, 0.0)
+        if plan.encode != OFF:
+            seconds = codec_seconds(plan.encode, offload.engine.eligible.device)
+        subject = Blocks(
+            plan,
+            offload,
+            policy,
+            named,
+            exact,
+            compact=lossy,
+            tiers=tiers,
+            state=measured,
+            codec_seconds=seconds,
+        )
     else:
         assert isinstance(policy, AdaptivePolicy) and config.offload is not None
         limited, strict = plan is None and config.offload.device_budget is not None, plan is not None
@@ -205,6 +221,10 @@ def _check_plan(config: Config, named: PlanBlocks, policy: OffloadPolicy | None,
         raise ConfigError([ConfigIssue("ssdtrain.plan", config.plan.mode, text, allowed)])
     if named.blocks or named.empty_stage:
         return
+    if config.plan.encode != OFF:
+        allowed = '"off", or offload.codec for what leaves'
+        text = f"can encode no block here: {named.why}"
+        raise ConfigError([ConfigIssue("ssdtrain.plan.encode", config.plan.encode, text, allowed)])
     if config.plan.recompute == "on":
         raise ConfigError([ConfigIssue("ssdtrain.plan.recompute", "on", why, '"auto" or "off"')])
     if config.offload is None:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
+import torch
 from torch import nn
 
+from ssdtrain.codecs import make_fixed_size_codec
+from ssdtrain.codecs.base import FLOATS
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
@@ -33,6 +36,7 @@ class BlockPolicy:
         actions: qualified name of a block to "keep", "recompute", "offload" (to the first tier with room), "host" or "ssd".
         rest: of what is saved outside of these blocks.
         least: bytes; what is smaller stays.
+        codec: by which blocks with the action "encode" stay; None: there is no such action.
 
     Raises:
         ValueError: an action is none of these.
@@ -40,8 +44,15 @@ class BlockPolicy:
 
     needs_modules = True
 
-    def __init__(self, actions: Mapping[str, str], rest: str = "keep", *, least: int = 0) -> None:
+    def __init__(
+        self, actions: Mapping[str, str], rest: str = "keep", *, least: int = 0, codec: str | None = None
+    ) -> None:
         self._least = least
+        self._allowed = dict(ACTIONS)
+        self._codec = None if codec is None else make_fixed_size_codec(codec)
+        if codec is not None:
+            self._allowed["encode"] = Action(True, codec=codec, tier="device")
+        self._payloads: dict[tuple[Running, ...], list[int]] = {}
         self.follow(actions, rest)
 
     def follow(self, actions: Mapping[str, str], rest: str = "keep", *, expected: int | None = None) -> None:
@@ -50,17 +61,37 @@ class BlockPolicy:
         Args:
             expected: bytes that the largest forward saves then; None: what the first ones save.
         """
-        unknown = sorted({*actions.values(), rest} - set(ACTIONS))
+        unknown = sorted({*actions.values(), rest} - set(self._allowed))
         if unknown:
-            raise ValueError(f"the plan has the actions {unknown}; allowed: {', '.join(ACTIONS)}")
-        self._actions = {name: ACTIONS[action] for name, action in actions.items()}
-        self._rest = ACTIONS[rest]
+            raise ValueError(f"the plan has the actions {unknown}; allowed: {', '.join(self._allowed)}")
+        self._actions = {name: self._allowed[action] for name, action in actions.items()}
+        self._rest = self._allowed[rest]
         self._known: dict[tuple[Running, ...], Action] = {}
         self._expected, self._sizes = expected, ForwardSizes()
+
+    def encoded_ratio(self, block: str) -> float:
+        """Bytes of payloads over those of what the block of this name has saved so far; 1.0: nothing."""
+        found = [sizes for modules, sizes in self._payloads.items() if any(m.name == block for m in modules)]
+        whole = sum(nbytes for nbytes, _ in found)
+        return sum(payload for _, payload in found) / whole if whole else 1.0
+
+    def _count_payload(self, saved: SavedTensorInfo) -> None:
+        """See `encoded_ratio`. Only while no plan is followed."""
+        codec, payload = self._codec, saved.nbytes
+        assert codec is not None
+        if saved.dtype is torch.bool:
+            payload = saved.nbytes // 8
+        elif saved.dtype in FLOATS:
+            payload = min(payload, codec.payload_bytes(saved.nbytes // saved.dtype.itemsize, saved.dtype))
+        sizes = self._payloads.setdefault(saved.modules, [0, 0])
+        sizes[0] += saved.nbytes
+        sizes[1] += payload
 
     def decide(self, saved: SavedTensorInfo) -> Action:
         if saved.nbytes < self._least:
             return KEEP
+        if self._codec is not None and self._expected is None:
+            self._count_payload(saved)
         found = self._known.get(saved.modules)
         if found is None:
             named = (self._actions.get(module.name) for module in saved.modules)
@@ -148,9 +179,10 @@ class BlockActions:
         planned = frozenset(name for name, action in actions.items() if action == "recompute")
         self._recompute(planned if recomputed is None else recomputed)
         self.compress(name for name, action in actions.items() if action == "compress")
-        offloaded = [name for name, action in actions.items() if action == "ssd"]
+        leaving = {"ssd": "offload", "encode": "encode"}
+        followed = {name: leaving[action] for name, action in actions.items() if action in leaving}
         expected = sum(piece.saved_by(action) for piece, action in pairs)
-        self._policy.follow(dict.fromkeys(offloaded, "offload"), expected=max(expected, at_most))
+        self._policy.follow(followed, expected=max(expected, at_most))
 
     def profile(self, recomputed: Iterable[str], *, offload: bool, tried: Iterable[str] = ()) -> None:
         """While steps are profiled: recompute these blocks, and offload or keep all that is saved.

@@ -206,6 +206,8 @@ class _Row(NamedTuple):
         block, smaller = self.block, self.block.compressed
         if self.choice.recompute:
             return block.recompute
+        if self.choice.encode and block.encoded is not None:
+            return block.encoded.forward + block.encoded.recompute - block.forward
         if self.choice.compress and smaller is not None:
             return smaller.forward + smaller.backward - block.forward - block.backward
         return self.times.store_stall + self.times.load_stall
@@ -262,6 +264,8 @@ def _group_text(rows: Sequence[_Row]) -> str:
     size = f"{len(sizes)} x {size_text(sizes[first.layer])}" if alike else size_text(sum(sizes.values()))
     if first.choice.compress:
         size += f" to {size_text(sum(row.block.compressed.saved for row in rows if row.block.compressed))} (lossy)"
+    if choice.encode:
+        size += f" to {size_text(sum(row.block.encoded.inputs for row in rows if row.block.encoded))}"
     cost = sum(row.cost for row in rows)
     parts = [first.action, size, first.why, f"costs {duration_text(cost)}" if cost > 1e-9 else ""]
     name = first.module.format(_layers_text(list(sizes)))

@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ssdtrain.planner.derating import Bandwidths, Rates
 from ssdtrain.planner.judge import Judge
@@ -84,12 +85,14 @@ class StateCosts:
             chunk = passing.get(block.name)
             if chunk is None:
                 return block
-            return replace(
-                block,
-                forward_loads=chunk.values,
-                backward_loads=chunk.values + (chunk.gradients if again else 0),
-                backward_stores=chunk.gradients,
-            )
+            moved: dict[str, Any] = {
+                "forward_loads": chunk.values,
+                "backward_loads": chunk.values + (chunk.gradients if again else 0),
+                "backward_stores": chunk.gradients,
+            }
+            others = {name: getattr(block, name) for name in ("compressed", "encoded")}
+            others = {name: other and replace(other, **moved) for name, other in others.items()}
+            return replace(block, **moved, **others)
 
         there = self.fixed + sum(chunk.staying for chunk in staying)
         machine = replace(

@@ -34,6 +34,7 @@ class Judge:
             action = self.problem.choice(name)
             never = action.recompute and number in self.problem.impure
             never |= action.compress and self.blocks[number].compressed is None
+            never |= action.encode and self.blocks[number].encoded is None
             names[number] = "keep" if never else name
         key = tuple(names)
         known = self.plans.get(key)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ssdtrain.config import ConfigError, ConfigIssue, PlanConfig
+from ssdtrain.config.codecs import OFF
 from ssdtrain.profile.blocks import find_blocks, names_a_module
 from ssdtrain.profile.modules import plain_name
 
@@ -57,7 +58,7 @@ def recomputable_blocks(model: nn.Module, plan: PlanConfig) -> dict[str, nn.Modu
         ConfigError: `plan.blocks` names no module.
     """
     check_patterns(model, plan)
-    if (plan.recompute == "off" and not plan.compress) or any(
+    if (plan.recompute == "off" and not plan.compress and plan.encode == OFF) or any(
         _is_compiled(module) for module in model.modules()
     ):
         return None

@@ -25,6 +25,8 @@ class PlanMetrics(MetricSet):
     """Blocks whose forward runs again in backward."""
     compressed_blocks: int = gauge(Unit.COUNT, "compressed blocks")
     """Blocks whose linear layers keep compressed inputs by the plan."""
+    encoded_blocks: int = gauge(Unit.COUNT, "encoded blocks")
+    """Blocks whose saved tensors stay in the memory that they are in, encoded."""
     offloaded_blocks: int = gauge(Unit.COUNT, "offloaded blocks")
     """Blocks whose saved tensors go to the tiers. With `amount: "auto"` a block is a few neighbouring saved tensors."""
     planned_bytes: int = gauge(Unit.BYTES, "planned to offload")
@@ -56,6 +58,7 @@ class PlanMetrics(MetricSet):
         self.plans += 1
         self.recomputed_blocks = sum(choice.recompute for choice in choices)
         self.compressed_blocks = sum(choice.compress for choice in choices)
+        self.encoded_blocks = sum(choice.encode for choice in choices)
         offloaded = [
             round(block.saved * choice.share)
             for block, choice in zip(blocks, choices, strict=True)

@@ -11,7 +11,17 @@ from typing import TYPE_CHECKING, Any
 from ssdtrain import ranks
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.timeline import simulate
-from ssdtrain.planner.model.types import COMPRESS, KEPT, RECOMPUTE, Block, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.model.types import (
+    COMPRESS,
+    ENCODE,
+    KEPT,
+    RECOMPUTE,
+    Block,
+    Choice,
+    Machine,
+    Pass,
+    StepTimeline,
+)
 
 if TYPE_CHECKING:
     from ssdtrain.planner.joint import StateCosts
@@ -103,7 +113,7 @@ class SearchProblem:
     @property
     def only_moves(self) -> bool:
         """Each block is kept or offloaded: there is no other action."""
-        return not any(choice.recompute or choice.compress for choice in self.actions.values())
+        return not any(one.recompute or one.compress or one.encode for one in self.actions.values())
 
     @property
     def decided(self) -> list[int]:
@@ -262,14 +272,18 @@ def _parts(plan: Plan, blocks: Sequence[Block]) -> dict[str, int]:
     return known
 
 
-def actions_for(machine: Machine, *, recompute: bool = True, compress: bool = False) -> dict[str, Choice]:
-    """The actions that a machine has: "keep", "recompute", each of its tiers, and "compress" where it is allowed."""
+def actions_for(
+    machine: Machine, *, recompute: bool = True, compress: bool = False, encode: bool = False
+) -> dict[str, Choice]:
+    """The actions that a machine has: "keep", "recompute", each of its tiers, "compress" and "encode" where they are allowed."""
     found = {"keep": KEPT}
     if recompute:
         found["recompute"] = RECOMPUTE
     found |= {tier.name: Choice(tier.name) for tier in machine.tiers}
     if compress:
         found["compress"] = COMPRESS
+    if encode:
+        found["encode"] = ENCODE
     return found
 
 

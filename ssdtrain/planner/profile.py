@@ -37,6 +37,7 @@ __all__ = [
     "regions_problem",
     "set_parameter_shapes",
     "with_compressed",
+    "with_encoded",
 ]
 
 MOST_BLOCKS = 64
@@ -51,6 +52,9 @@ SHARES = 8
 
 ALIKE = 0.9
 """Fraction of the bytes of the largest recorded forward that another one needs for its times to count."""
+
+MOST_ENCODED = 0.95
+"""Largest ratio of payloads to what they hold for which a block may stay encoded."""
 
 PARTS = 16
 """Least number of parts of a block that the cost model distinguishes."""
@@ -461,6 +465,27 @@ def with_compressed(
     return found
 
 
+def with_encoded(block: Block, ratio: float, encode: float, decode: float) -> Block:
+    """`block` with what it is where all that it saves stays encoded, if that is less.
+
+    Args:
+        ratio: bytes of payloads over those that it saves.
+        encode, decode: seconds for a byte.
+    """
+    payloads = round(ratio * block.saved)
+    if not block.saved or ratio > MOST_ENCODED:
+        return block
+    encoded = replace(
+        block,
+        forward=block.forward + encode * block.saved,
+        recompute=decode * block.saved,
+        inputs=payloads + block.small,
+        held=0,
+        compressed=None,
+    )
+    return replace(block, encoded=encoded)
+
+
 def problem_of(
     measured: Sequence[MeasuredBlock],
     order: Sequence[Pass],
@@ -469,7 +494,8 @@ def problem_of(
     recomputed: Container[str] | None = None,
     state: StateCosts | None = None,
 ) -> SearchProblem:
-    """What is searched for these blocks. Without a block that may be recomputed there is no such action; the same with compress.
+    """What is searched for these blocks. Without a block that may be recomputed there is no such action; the same with compress
+    and encode.
 
     Args:
         impure: names of blocks that must not run again.
@@ -487,8 +513,10 @@ def problem_of(
     # A block that runs several times in a forward has one action for all of them.
     times = Counter(piece.name for piece in measured)
     fixed = frozenset(n for n, piece in enumerate(measured) if not piece.name or times[piece.name] > 1)
-    compress = any(block.compressed is not None for block in blocks)
-    actions = actions_for(machine, recompute=any(pure), compress=compress)
+    compress, encode = (
+        any(getattr(block, smaller) is not None for block in blocks) for smaller in ("compressed", "encoded")
+    )
+    actions = actions_for(machine, recompute=any(pure), compress=compress, encode=encode)
     never = frozenset(number for number, may in enumerate(pure) if not may)
     always = frozenset(number for number, must in enumerate(again) if must)
     return SearchProblem([blocks], order, machine, actions, fixed - always, never, always, state=state)

@@ -109,6 +109,26 @@ def test_backward_gets_the_bits_where_the_host_does_not_know_yet_what_overflowed
             assert section or runtime.statistics().offload.loaded_bytes == 0
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_what_stays_on_the_device_encoded_has_its_bits(known: bool, tmp_path: Path) -> None:
+    """Also where backward comes before the host knows what overflowed."""
+    tensors = saved_tensors()
+    with emulated_cuda.settings(delay_ms=0 if known else 20), running(tmp_path) as runtime:
+        offload_parts(runtime, 1.0, tier="device", codec="exact")
+        loss, came = forward(runtime, tensors)
+        if known:
+            torch.cuda.synchronize()
+            runtime.engine.drain()
+            found = runtime.statistics().offload
+            halves = sum(one.nbytes for one in tensors if one.dtype is torch.float16)
+            assert found.kept_encoded_bytes == sum(one.nbytes for one in tensors) - OVERFLOWING - halves
+            assert found.overflowed_bytes == OVERFLOWING
+        loss.backward()
+        torch.cuda.synchronize()
+        assert_same(came, tensors)
+        assert runtime.statistics().store.ssd_bytes_written == 0
+
+
 def test_what_overflowed_survives_a_drive_that_fails(tmp_path: Path) -> None:
     """Written to another slot, and where there is none, back on the device."""
     tensors = saved_tensors()

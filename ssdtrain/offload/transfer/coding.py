@@ -11,6 +11,10 @@ is. On a CPU that is known when it has been encoded. A device is not waited for:
 in device memory and in the pinned memory that it is copied to, and the device puts them there where it overflowed
 (`ssdtrain.codecs.overflow`). The host reads the flag when the store has ended, and then has the values written too. Who needs the
 region before gets it from the payload, or from a copy of all of that memory, where the device looks at the flag again.
+
+Note: [Kept encoded]
+A region may stay in its memory, encoded (`Action.tier` "device"). Then its payload has no room for the values, or nothing would
+be saved: the tensor is let go of when the host has the flag.
 """
 
 from __future__ import annotations
@@ -34,9 +38,11 @@ from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.sharing import Extent, no_overlap
 from ssdtrain.offload.transfer.state import Encoded
 
-__all__ = ["CodecRule", "Coding", "check_codec"]
+__all__ = ["OWN_MEMORY", "CodecRule", "Coding", "check_codec"]
 
 MASK = "mask"
+OWN_MEMORY = "device"
+"""The tier of `Action` that is the memory which a region is in."""
 AUTOMATIC_BYTES = 4 * MiB
 """Smallest region that is encoded to save time: to launch the kernels of a smaller one takes the host about as long as a link
 saves by them."""
@@ -129,7 +135,12 @@ class Coding:
         values = _values(region, region.tensor, region.start)
         size = values.numel(), values.dtype
         known = values.device.type == "cpu"  # at once; a device is not waited for
-        limit = codec.max_payload_bytes(*size) if known or not _may_overflow(codec) else room(codec, *size)
+        stays = region.transfer.tier == OWN_MEMORY  # see Note: [Kept encoded]
+        limit = (
+            codec.max_payload_bytes(*size)
+            if known or stays or not _may_overflow(codec)
+            else room(codec, *size)
+        )
         payload = torch.empty(limit, dtype=torch.uint8, device=values.device)
         self._count += 1
         written = codec.encode(
@@ -139,6 +150,14 @@ class Coding:
             return None if known and codec.overflow_flag(payload).item() else Encoded(payload, written)
         payload = payload[:written].clone() if written < limit // 2 else payload[:written]
         return Encoded(payload, written)
+
+    def flag(self, region: Region) -> torch.Tensor | None:
+        """Return what says whether the payload of the region overflowed, uint8 [1] on its device; None: it did not."""
+        codec, payload = region.transfer.codec, region.transfer.payload
+        assert payload is not None and codec is not None
+        if payload.device.type == "cpu" or not _may_overflow(codec):
+            return None
+        return codec.overflow_flag(payload)
 
     def keep_values(self, region: Region, host: int) -> int:
         """Have the values themselves in the payload of the region if it has overflowed. Returns how much of it is to be copied to

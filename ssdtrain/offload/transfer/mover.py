@@ -4,7 +4,7 @@
 RESIDENT -> STORING -> STORED -> LOADING -> LOADED -> STORED ...
     ^          |                                        |
     +-cancelled+ failed, forwarded       RELEASED <-----+ from any state, when the last handle is gone
-    +- STAGED -+ cancelled after the tensor was released
+    +- STAGED -+ cancelled after the tensor was released, or kept encoded
 ```
 
 Every method is called with the engine's lock held, and none waits for I/O. What must be waited for is an `Operation`, and the
@@ -16,6 +16,7 @@ from __future__ import annotations
 import errno
 import logging
 import time
+from collections import deque
 
 from ssdtrain.codecs import HEADER_BYTES, Codec
 from ssdtrain.offload.metrics import OffloadMetrics
@@ -24,9 +25,10 @@ from ssdtrain.offload.policy import Action
 from ssdtrain.offload.tensors.geometry import ALIGNED, lead_of
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.tape import Tape
+from ssdtrain.offload.transfer.coding import OWN_MEMORY
 from ssdtrain.offload.transfer.loads import Loads
 from ssdtrain.offload.transfer.rests import moved_bytes
-from ssdtrain.offload.transfer.state import State
+from ssdtrain.offload.transfer.state import PayloadCheck, State
 from ssdtrain.offload.transfer.transfer import Transfer
 from ssdtrain.storage import IOFailure, Operation, Slot, SpillStore, StoreClosed, StoreFull
 
@@ -63,6 +65,9 @@ class Mover:
         self._deferred = 0  # bytes of stores queued since the pool was woken
         self._raise_when_full = raise_when_full
         self.stores = StoresInFlight(self._end_store)
+        self._checks: deque[tuple[Region, PayloadCheck]] = (
+            deque()
+        )  # of what is to stay encoded, the oldest first
         self._warned_full = False
 
     # Stores
@@ -81,10 +86,11 @@ class Mover:
 
     def admits(self, region: Region) -> bool:
         """Return True if the stores in flight leave room for one more."""
-        return self.stores.admits(region.transfer.moved_bytes)
+        return region.transfer.tier == OWN_MEMORY or self.stores.admits(region.transfer.moved_bytes)
 
     def begin_store(self, region: Region) -> bool:
-        """RESIDENT -> STORING, or kept where no tier has room. False: no staging buffer now; try after a store has ended.
+        """RESIDENT -> STORING, or kept where no tier has room, or encoded where it is. False: no staging buffer now; try after a
+        store has ended.
 
         Raises:
             StoreFull: no room, and `raise_when_full`.
@@ -94,6 +100,9 @@ class Mover:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
         if transfer.codec is not None and transfer.payload is None:  # else there was no room
             self._encode(region, transfer.codec)
+        if transfer.tier == OWN_MEMORY:
+            self._keep_encoded(region)
+            return True
         if transfer.moved_bytes != region.nbytes:
             transfer.rest = self.transfer.rests.take(region)
             if transfer.rest is None:  # no memory for it: it leaves whole
@@ -129,7 +138,7 @@ class Mover:
         return True
 
     def _encode(self, region: Region, codec: Codec) -> None:
-        largest = self.transfer.largest
+        largest = self.transfer.largest if region.transfer.tier != OWN_MEMORY else None
         if codec.may_overflow and largest is not None and largest < region.nbytes + HEADER_BYTES:
             region.transfer.codec = None  # only without a header it fits through
             return
@@ -142,6 +151,36 @@ class Mover:
         region.transfer.codec = None
         if codec.may_overflow:
             self.metrics.overflowed_bytes += region.nbytes
+
+    def _keep_encoded(self, region: Region) -> None:
+        """RESIDENT -> STAGED, when it is known that the codec holds the region. See Note: [Kept encoded] in `coding`."""
+        if region.transfer.payload is None:
+            self.keep(region)
+            return
+        check = self.transfer.check_payload(region)
+        if check is None:
+            self._stays_encoded(region)
+        else:
+            self._checks.append((region, check))
+
+    def _stays_encoded(self, region: Region) -> None:
+        region.empty_()
+        region.transfer.kept_encoded()
+        self.metrics.kept_bytes += region.nbytes
+        self.metrics.kept_encoded_bytes += region.nbytes
+
+    def _reap_checks(self) -> None:
+        while self._checks and self._checks[0][1].event.query():
+            region, check = self._checks.popleft()
+            if region.transfer.state is not State.RESIDENT or region.transfer.payload is None:
+                continue  # released
+            overflowed = bool(check.flag.item())
+            if overflowed:
+                self.metrics.overflowed_bytes += region.nbytes
+            if overflowed or region.last_pass >= 0:  # or backward has had it
+                self.keep(region)
+            else:
+                self._stays_encoded(region)
 
     def _reserve(self, region: Region) -> Slot:
         transfer = region.transfer
@@ -201,6 +240,8 @@ class Mover:
         """Process the transfers that have ended. Cheap when none has."""
         if self.transfer.copies:
             self.transfer.poll()
+        if self._checks:
+            self._reap_checks()
         if self.stores:
             self.stores.reap()
         if self.loads.leaving:

@@ -16,7 +16,7 @@ from ssdtrain.offload.tensors.region import Region, after_close
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.offload.transfer.rests import Rests
-from ssdtrain.offload.transfer.state import Arrival, Encoded, Read, Write
+from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read, Write
 from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.offload.transfer.transfer import Encoding, address_of
 from ssdtrain.storage import Lease, Operation, Slot, SpillStore
@@ -81,6 +81,18 @@ class StagedTransfer:
 
     def encode(self, region: Region) -> Encoded | None:
         return self._encoding.encode(region)
+
+    def check_payload(self, region: Region) -> PayloadCheck | None:
+        flag = self._encoding.coding.flag(region)
+        event = None
+        if flag is not None:
+            on_host = torch.empty_like(flag, device="cpu", pin_memory=True)
+            on_host.copy_(flag, non_blocking=True)
+            event = self.device.record(self.device.current_stream())
+        if flag is None or event is None:
+            self._leave_to_payload(region)
+            return None
+        return PayloadCheck(on_host, event)
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         slot = region.transfer.slot

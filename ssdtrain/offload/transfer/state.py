@@ -25,7 +25,9 @@ class State(enum.Enum):
 
     RESIDENT = "resident"  # in memory only
     STORING = "storing"  # in memory, and on the way to a tier
-    STAGED = "staged"  # in a staging buffer, or encoded in memory, only: its store was cancelled
+    STAGED = (
+        "staged"  # in a staging buffer, or encoded in memory, only: its store was cancelled, or there is none
+    )
     STORED = "stored"  # in a tier only
     LOADING = "loading"  # in a tier, and on the way to memory
     LOADED = "loaded"  # in a tier and in memory
@@ -39,6 +41,15 @@ class Encoded(NamedTuple):
     stored_bytes: int
     """Size of the payload, which `payload` begins with. What is behind it takes the values where the codec overflowed, which the
     host does not know yet: see Note: [Overflow] in `coding`."""
+
+
+class PayloadCheck(NamedTuple):
+    """The overflow flag of a payload on its way to the host."""
+
+    flag: torch.Tensor
+    """uint8 [1] in pinned memory."""
+    event: Event
+    """The end of the copy."""
 
 
 class Write(NamedTuple):
@@ -157,6 +168,11 @@ class TransferState:
         """The payload is what will be stored."""
         self.payload, self.stored_bytes = encoded
         self.spare_bytes = encoded.payload.numel() - encoded.stored_bytes
+
+    def kept_encoded(self) -> None:
+        """RESIDENT -> STAGED: the payload is all there is."""
+        self.operation = self.lease = self.event = None
+        self.state = State.STAGED
 
     def overflowed(self, nbytes: int, raw_from: int) -> None:
         """The region, of `nbytes`, is stored as it is: pinned memory has it from `raw_from` on, behind the header."""

@@ -20,7 +20,7 @@ from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.offload.transfer.rests import Rests
-from ssdtrain.offload.transfer.state import Arrival, Encoded, Read, Write
+from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read, Write
 from ssdtrain.offload.transfer.targets import Target
 from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
 
@@ -47,6 +47,9 @@ class Transfer(Protocol):
 
     def encode(self, region: Region) -> Encoded | None:
         """Return the payload of a region that has a codec; None: the codec cannot hold its bytes."""
+
+    def check_payload(self, region: Region) -> PayloadCheck | None:
+        """The payload is to take the place of the tensor, in memory. Returns what says whether it may; None: it may at once."""
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         """Queue the write of the region, or of its payload, to its slot. None: there is no buffer for it now.
@@ -144,6 +147,9 @@ class DirectTransfer:
 
     def encode(self, region: Region) -> Encoded | None:
         return self._encoding.encode(region)
+
+    def check_payload(self, region: Region) -> PayloadCheck | None:
+        return None
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         slot = region.transfer.slot

@@ -20,7 +20,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ssdtrain.planner.model.simulation import Simulation, simulation_of
-from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, Machine, Pass, StepTimeline
+from ssdtrain.planner.model.types import (
+    DEVICE,
+    RECOMPUTE,
+    Block,
+    BlockTimes,
+    Choice,
+    Machine,
+    Pass,
+    StepTimeline,
+)
 
 __all__ = ["simulate"]
 
@@ -69,8 +78,9 @@ def simulate(
 def _expanded(
     chunks: Sequence[Sequence[Block]], choices: Sequence[Sequence[Choice]]
 ) -> tuple[list[list[Block]], list[list[Choice]], list[list[int]]]:
-    """Blocks in their parts, where any is offloaded and transfers go on between the parts; compressed ones as they are then; and
-    of which block each is. A block that is recomputed is one."""
+    """Blocks in their parts, where any is offloaded and transfers go on between the parts; compressed and encoded ones as they
+    are then; and of which block each is. A block that is recomputed is one, and so is an encoded one: what it saved comes again
+    in backward too."""
     all_blocks, all_choices, all_owners = [], [], []
     for chunk, chosen in zip(chunks, choices, strict=True):
         blocks: list[Block] = []
@@ -80,6 +90,8 @@ def _expanded(
         for number, (block, choice) in enumerate(zip(chunk, chosen, strict=True)):
             if choice.compress and block.compressed is not None:
                 block = block.compressed
+            if choice.encode and block.encoded is not None:
+                block, choice = block.encoded, RECOMPUTE
             parts = block.parts if moving and block.parts and not choice.recompute else (block,)
             blocks += parts
             each += [choice] * len(parts)

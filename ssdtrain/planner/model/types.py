@@ -10,6 +10,7 @@ from ssdtrain.offload.pacing.limits import NEWEST
 __all__ = [
     "COMPRESS",
     "DEVICE",
+    "ENCODE",
     "KEPT",
     "RECOMPUTE",
     "Block",
@@ -74,6 +75,9 @@ class Block:
     """Bytes of model state that leave after its backward: gradients."""
     compressed: Block | None = None
     """The block as it is where its linear layers keep compressed inputs; None: that saves nothing."""
+    encoded: Block | None = None
+    """The block as it is where what it saves stays encoded: payloads are its `inputs`, and decoding is its `recompute`. None:
+    that saves nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,8 @@ class Choice:
     """Drop `saved`, keep `inputs` (in `tier`), and run the forward again in backward."""
     compress: bool = False
     """The block is `Block.compressed`. Lossy."""
+    encode: bool = False
+    """The block is `Block.encoded`."""
     share: float = 1.0
     """Fraction of the bytes that goes to `tier`; the others are copied, and the copy stays on the device."""
 
@@ -93,6 +99,7 @@ class Choice:
 KEPT = Choice()
 RECOMPUTE = Choice(recompute=True)
 COMPRESS = Choice(compress=True)
+ENCODE = Choice(encode=True)
 
 
 @dataclass(frozen=True, slots=True)

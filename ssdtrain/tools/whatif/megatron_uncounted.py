@@ -85,6 +85,7 @@ _KEYS = {
     "plan.objective": "the plan is the fastest one",
     "plan.max_slowdown": "the plan is the fastest one",
     "plan.compress": "linear layers are counted with whole inputs",
+    "plan.encode": "what stays is counted as it is",
 }
 """The same of our own config."""
 
