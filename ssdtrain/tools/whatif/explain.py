@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from ssdtrain.planner.model.types import Block
 from ssdtrain.text import YEAR_SECONDS, duration_text
 from ssdtrain.tools.whatif.cluster import ClusterPlan, Stage
-from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_job import HEAD, ClusterJob
 
 
 class TableRow(NamedTuple):
@@ -53,7 +53,7 @@ def with_more(job: ClusterJob) -> dict[str, ClusterJob]:
 def _reason(stage: Stage, block: Block, action: str, stall: float, count: int) -> str:
     """Why `count` blocks like this one, which make computation wait for `stall` seconds together, have an action."""
     if action == "keep":
-        if block.name == "head":
+        if block.name == HEAD:
             return "its backward follows at once"
         if set(stage.plan.actions) == {"keep"}:
             return "everything fits"
@@ -69,11 +69,14 @@ def _reason(stage: Stage, block: Block, action: str, stall: float, count: int) -
             f"running it again takes {duration_text(block.recompute)}, writing it to {fastest.name} "
             f"{duration_text(block.saved / fastest.write)} of bandwidth that others use"
         )
-    tier = next((tier for tier in stage.problem.machine.tiers if tier.name == action), None)
+    choice = stage.problem.choice(action)
+    tier = next((tier for tier in stage.problem.machine.tiers if tier.name == choice.tier), None)
     if tier is None:
         return "its codec takes less time than running it again"
-    moving = duration_text(count * block.saved / tier.write)
-    writing = f"writing {'it' if count == 1 else f'these {count}'} takes {moving}"
+    moving = duration_text(choice.share * count * block.saved / tier.write)
+    whole = "it" if count == 1 else f"these {count}"
+    what = whole if choice.share == 1 else f"{choice.share:.0%} of {whole}"
+    writing = f"writing {what} takes {moving}"
     if stall < 1e-6:
         return f"{writing}, hidden behind computation"
     # These may be waits behind transfers of other blocks, and for reads: more than the writes themselves take.
