@@ -39,7 +39,7 @@ __all__ = [
 BRIEF = 0.07
 """Part of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
 
-TOGETHER, LAYER_BY_LAYER = 0.5, 0.25
+IN_UNITS, LAYER_BY_LAYER = 0.5, 0.25
 """Parts of a search's simulations for equal layers taken together, and for what is left to decide layer by layer."""
 
 NEARLY = 0.99
@@ -360,7 +360,7 @@ def searched(
         pieces = sum(len(block.parts) or 1 for block in blocks)
         return search(problem, limits, objective, effort=effort * len(blocks) / pieces, known=known)
     # 1. Of layers taken together.
-    together = min(effort, TOGETHER) * len(units.layers) / len(blocks)
+    together = min(effort, IN_UNITS) * len(units.layers) / len(blocks)
     try:
         found = search(units.problem, limits, objective, effort=together, greedy=not brief)
     except NoPlan as error:

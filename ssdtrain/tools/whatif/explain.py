@@ -8,6 +8,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ssdtrain.planner.model.types import Block
+from ssdtrain.planner.planned_state import PlannedState
 from ssdtrain.text import YEAR_SECONDS, duration_text
 from ssdtrain.tools.whatif.cluster import ClusterPlan, Stage
 from ssdtrain.tools.whatif.cluster_job import HEAD, ClusterJob
@@ -114,8 +115,28 @@ def figures(plan: ClusterPlan, largest: int | None = None) -> dict[str, Any]:
         if drives
         else 0.0,
         "ssd_life_years": life / YEAR_SECONDS if life is not None else None,
+        "state": planned_state(plan).to_dict(),
         "stages": [_stage_figures(stage) for stage in plan.stages],
     }
+
+
+def planned_state(plan: ClusterPlan) -> PlannedState:
+    """Where a plan has model state, as frameworks are told; of a pipeline that of the first stage."""
+    job, stage = plan.job, plan.stages[0]
+    kinds = job.stage_kinds(stage.last)
+    blocks = [job.block_parameters(kind) for kind in kinds]
+    return PlannedState(
+        place=job.state,
+        zero=job.layout.zero,
+        ranks=job.layout.dp,
+        blocks=len(kinds),
+        persistent=stage.placement.persistent,
+        buffers=stage.placement.buffers,
+        block_parameters=int(max(blocks)),
+        outer_parameters=int(job.rank_parameters(stage.last) - sum(blocks)),
+        largest_parameter=job.model.hidden * max(job.model.ffn, job.model.vocabulary) // job.layout.tp,
+        cpu_optimizer=bool(job.cpu_rate),
+    )
 
 
 def _stage_figures(stage: Stage) -> dict[str, Any]:
