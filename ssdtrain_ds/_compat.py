@@ -20,6 +20,7 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.zero import parameter_offload
+from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
@@ -131,6 +132,23 @@ def parameter_dict(config_class: Any) -> dict[str, Any]:
     missing = [] if isinstance(found, dict) else ["DeepSpeedConfig._param_dict"]
     check_nothing_missing("DeepSpeed", deepspeed.__version__, missing, TESTED_DEEPSPEED)
     return dict(found or {})
+
+
+def set_zero_section(config_class: Any, section: dict[str, Any]) -> None:
+    """Have an engine that is being made read `section` in place of what was written as `zero_optimization`.
+
+    Raises:
+        ImportError: this DeepSpeed keeps it elsewhere.
+    """
+    missing = [name for name in ("_param_dict", "zero_config") if not hasattr(config_class, name)]
+    check_nothing_missing("DeepSpeedConfig", deepspeed.__version__, missing, TESTED_DEEPSPEED)
+    config_class._param_dict = {**config_class._param_dict, "zero_optimization": section}
+    config_class.zero_config = get_zero_config(config_class._param_dict)
+
+
+def is_partitioned(model: torch.nn.Module) -> bool:
+    """True where `deepspeed.zero.Init` has split the model's parameters, as its own config says."""
+    return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
 
 
 def existing_engines() -> list[Any]:

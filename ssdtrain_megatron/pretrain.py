@@ -22,6 +22,7 @@ from ssdtrain_megatron.flags import (
     keys_without_effect,
     unused_flags,
 )
+from ssdtrain_megatron.planned_state import check_flags
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
@@ -80,6 +81,8 @@ def _attaching(training: Any, plain: Function) -> Function:
             _check_command_line(training.get_args())
         else:
             check_start(config)
+            if config.plans and config.plan is not None and config.plan.file is not None:
+                check_flags(config.plan.file, vars(training.get_args()))
             idle = keys_without_effect(config)
             if idle:
                 training.print_rank_last(f" [ssdtrain] {idle}")

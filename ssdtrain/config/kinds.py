@@ -5,6 +5,7 @@ from `kind_of`, so they always agree with the schema.
 """
 
 import json
+import os
 import re
 import types
 from collections.abc import Callable, Mapping
@@ -99,6 +100,16 @@ DIRECTORIES = ValueKind(
     list,
     many=True,
 )
+
+FILE_ALLOWED = "the path of a file; ~ is expanded"
+
+
+def _file(value: Any) -> str:
+    text = os.fspath(value) if isinstance(value, str | os.PathLike) else None
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise InvalidValue("names no file", FILE_ALLOWED)
+    return text
+
 
 FRACTION_ALLOWED = "a number above 0 and below 1, such as 0.1"
 NAMES_ALLOWED = 'a list of names or patterns, or "none"'
@@ -223,6 +234,7 @@ def _module_rules(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
+FILE = ValueKind("file", FILE_ALLOWED, _file)
 CODEC = ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec, accepts_auto=True)
 RULE = ValueKind("codec", codecs.RULE_ALLOWED, codecs.parse_rule)
 FRACTION = ValueKind("fraction", FRACTION_ALLOWED, _fraction, text=float)
@@ -245,6 +257,7 @@ Capacity = Annotated[int, BeforeValidator(_capacity), CAPACITY]
 Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]
 AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
 Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
+File = Annotated[str, BeforeValidator(_file), FILE]
 Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
 CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
 """Codec of saved tensors, "auto" or "off"."""

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from ssdtrain.config.kinds import MemorySize, Patterns, PlanMode, Slowdown, Switch
+from ssdtrain.config.kinds import File, MemorySize, Patterns, PlanMode, Slowdown, Switch
 from ssdtrain.config.section import Section, ValueConflict
 
 __all__ = ["PlanConfig"]
@@ -52,6 +52,11 @@ class PlanConfig(Section):
     blocks: Patterns = ()
     """What is decided about as one, and may be recomputed: patterns of module names, such as "layers.*". Default: the children of
     the longest ModuleList and of all others of the same class; the layers of a pipeline's module."""
+
+    file: File | None = None
+    """File of an answer of `ssdtrain plan --json`, whose place of model state the framework is configured for at start
+    (docs/planner.md); what it cannot set is an error with what to write. Default: model state is as the framework is
+    configured."""
 
     plot: bool = False
     """Draw activation memory over a step that follows the plan, predicted against measured, into plan-rank-N.png in `report.path`

@@ -145,6 +145,11 @@ class Limits:
     seconds: float | None = None
     rate: float | None = None
 
+    def kept_by(self, plan: Plan) -> bool:
+        """Whether the plan keeps to those of memory, bytes and time."""
+        pairs = (plan.peak, self.device), (plan.written, self.written), (plan.seconds, self.seconds)
+        return all(limit is None or value <= limit * (1 + 1e-9) for value, limit in pairs)
+
 
 @dataclass(frozen=True)
 class Objective:

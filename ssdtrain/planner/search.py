@@ -68,6 +68,7 @@ def search(
     runners_up: int = 3,
     effort: float = 1.0,
     known: Sequence[str] | None = None,
+    greedy: bool = True,
 ) -> list[Plan]:
     """Find the best plans, best first: see Note: [How plans are searched].
 
@@ -76,6 +77,7 @@ def search(
         runners_up: how many more than the best, each of another sum of actions.
         effort: part of the simulations that are spent. A plan found with fewer is among those found with more.
         known: actions of a plan for a similar problem, which is tried first.
+        greedy: begin with the greedy pass, whose simulations grow with the number of blocks whatever `effort` is.
 
     Raises:
         NoPlan: none keeps to the limits.
@@ -83,8 +85,8 @@ def search(
 
     def run() -> list[Plan]:
         judge = Judge(problem, limits or Limits(), objective or Objective())
-        searched = _Search(judge, effort)
-        if known is not None and problem.actions.keys() >= set(known):
+        searched = _Search(judge, effort, greedy)
+        if known is not None and problem.actions.keys() | problem.parts.keys() >= set(known):
             judge.plan([known[number] for number in judge.decided])
         return searched.run(EXACT if exact is None else exact, runners_up)
 
@@ -101,15 +103,16 @@ class _Search:
 
     Args:
         judge: plays them.
-        effort: see `search`.
+        effort, begins_greedily: see `search`.
     """
 
-    def __init__(self, judge: Judge, effort: float) -> None:
+    def __init__(self, judge: Judge, effort: float, begins_greedily: bool) -> None:
         self.judge, self.problem, self.limits = judge, judge.problem, judge.limits
         self.objective, self.blocks, self.decided = judge.objective, judge.blocks, judge.decided
         self.plan, problem = judge.plan, judge.problem
         passes = sum(len(problem.chunks[one.chunk]) for one in problem.order)
         self.passes = max(1, problem.steps * passes)  # of blocks, in a simulation
+        self.effort, self.begins_greedily = effort, begins_greedily
         effort *= MOVES_ONLY if problem.only_moves else BLOCK_PASSES
         self.simulations = max(int(effort) // self.passes, 50)
         self.tiers = [name for name, choice in problem.actions.items() if choice.tier != DEVICE]
@@ -126,7 +129,7 @@ class _Search:
         else:
             kept = self.judge.kept()
             if self.judge.excess(kept) or not self.judge.by_time:
-                if only_moves and self.tiers:
+                if only_moves and self.tiers and self.begins_greedily:
                     self.greedy(kept)
                     self.prune()
                 greedy = self.judge.best
@@ -243,7 +246,8 @@ class _Search:
         hidden = best.seconds <= self.objective.hidden  # its transfers cost no more than they may
         if limits.device is not None and not judge.excess(best) and hidden:
             return
-        seconds = limits.seconds if self.objective.memory else max(self.objective.hidden, kept.seconds)
+        any_time = self.objective.memory or judge.excess(best)
+        seconds = limits.seconds if any_time else max(self.objective.hidden, kept.seconds)
         found = _Shares(self, best, seconds).lowest()
         if found is None:
             return
@@ -434,7 +438,7 @@ class _Shares:
         self._judge = Judge(problem, running.limits, running.objective)  # what is tried here is no runner-up
         self._seconds = seconds
         self._begin = [begin.actions[number] for number in running.decided]
-        self._left = MOVES_ONLY // (2 * running.passes)
+        self._left = int(running.effort * MOVES_ONLY) // (2 * running.passes)
         tier = next(iter(problem.parts.values())).tier
         away = next(name for name in running.tiers if problem.choice(name).tier == tier)
         self._names = ["keep", *problem.parts, away]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.config import Config, load_config
+from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
 from ssdtrain.features import Feature, Placement
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.random_trackers import register_trackers
@@ -161,6 +161,13 @@ def attach(
 def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
     if not config.plans or config.plan is None:
         return None
+    if config.plan.file is not None:
+        why = "is for frameworks that hold model state, and nothing here is configured from it"
+        allowed = (
+            "the section state, or for FSDP2 the options of ssdtrain.pytorch.planned_state.fully_shard_options(FILE), "
+            "without this key"
+        )
+        raise ConfigError([ConfigIssue("ssdtrain.plan.file", config.plan.file, why, allowed)])
     blocks = recomputable_blocks(model, config.plan) or {}
     why = register_trackers() if blocks and config.plan.recompute != "off" else ""
     return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, compress=True)

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from benchmarks.two_nodes.ports import free_port
+from ssdtrain.tools.cli.main import main
 from tests.support.processes import ROOT, start
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
@@ -230,7 +231,9 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_left(tmp_path: Path
     assert list((tmp_path / "ssd").iterdir()) == []
 
 
-def test_the_flags_of_the_launch_scripts_are_flags_of_this_megatron_lm() -> None:
+def test_the_flags_of_the_launch_scripts_and_of_a_plan_are_flags_of_this_megatron_lm(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     program = (
         "import argparse, sys; from tests.megatron import cpu; cpu.arrange(); sys.path.insert(0, sys.argv[1]);"
         "cpu.arrange_training(); import megatron.core; cpu.finish();"
@@ -240,7 +243,24 @@ def test_the_flags_of_the_launch_scripts_are_flags_of_this_megatron_lm() -> None
     )
     lines = (ROOT / "configs" / "megatron" / "gpt_3d.args").read_text().splitlines()
     flags = shlex.split(" ".join(line for line in lines if not line.startswith("#")))
-    more = ["--data-path", "x", "--split", "99,1,0", "--tensorboard-dir", "y", "--ssdtrain-config", "z"]
+    more = [
+        "--data-path",
+        "x",
+        "--split",
+        "99,1,0",
+        "--tensorboard-dir",
+        "y",
+        "--ssdtrain-config",
+        "configs/megatron/ssdtrain.yaml",
+    ]
+    question = (
+        "plan --model gpt --hidden 4096 --layers 48 --seq 2048 --gpu h100 --tp 2 --pp 2 --dp 2 --zero 1 --sequence-parallel "
+        "--virtual 2 --state host --host 1TB --cpu-optimizer 200GB/s --microbatch 1 --print-flags --no-alternatives"
+    )
+    assert main(question.split()) == 0
+    planned = shlex.split(capsys.readouterr().out)
+    assert "--optimizer-cpu-offload" in planned
+    more += planned
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program, CHECKOUT, *flags, *more],
         cwd=ROOT,

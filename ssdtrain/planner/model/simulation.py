@@ -114,7 +114,7 @@ class Simulation:
             self.wait(*gate)
             self.hook()
             if self.streams:
-                self.streaming.load((chunk, owners[index]), block.forward_loads, 0, times)
+                self.streaming.load((chunk, owners[index]), block.forward_loads, times)
             # 2. It computes, and saves.
             began = self.now
             self.run(block.forward)
@@ -303,7 +303,7 @@ class Simulation:
             )
             saved, key = tape[index], (chunk, self.owners[chunk][index])
             if self.streams:
-                self.streaming.load(key, block.backward_loads, block.forward_loads, times)
+                self.streaming.load(key, block.backward_loads, times, backward=True)
             # 1. What it saved is there, or comes back as far ahead as reads and copies go.
             left = 0.0
             requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
@@ -334,7 +334,8 @@ class Simulation:
             began = self.now
             if block.backward_transient:
                 self.hold(began, block.backward_transient)
-            self.hold(began, block.saved - saved.nbytes)
+            whole = _brought_back(block) if choice.recompute else block.saved
+            self.hold(began, whole - saved.nbytes)
             if choice.recompute:
                 self.hold(began, block.small)
                 self.run(block.recompute)
@@ -342,7 +343,7 @@ class Simulation:
             if self.streams:
                 self.streaming.used(key, block.backward_stores)
             pooled = saved.nbytes if saved.pooled else 0
-            alive = block.saved + block.small + block.fixed + block.backward_transient
+            alive = whole + block.small + block.fixed + block.backward_transient
             lingers = saved.nbytes if left > self.host else 0
             if lingers:
                 lingering.append((left, lingers))
@@ -563,4 +564,10 @@ def _first_operator(block: Block, choice: Choice) -> float:
 def _largest_two(block: Block) -> int:
     """Bytes: what a forward that saves nothing has of `Block.saved` and `Block.small` at a time, the input and the output of an
     operator."""
-    return sum(sorted((part.saved + part.small for part in block.parts or (block,)), reverse=True)[:2])
+    sizes = ((part.saved + part.small) // block.repeats for part in block.parts or (block,))
+    return sum(sorted(sizes, reverse=True)[:2])
+
+
+def _brought_back(block: Block) -> int:
+    """Bytes of `Block.saved` when its forward has run again."""
+    return block.inputs + (block.saved - block.inputs) // block.repeats

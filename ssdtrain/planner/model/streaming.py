@@ -40,21 +40,25 @@ class StateStreaming:
             self._server = running.servers.setdefault(machine.state.name, Server(machine.state))
         # Until when each is used, and what it takes of the room; the one used longest ago first.
         self._present: dict[ChunkKey, tuple[float, int]] = {}
+        self._weights: dict[ChunkKey, int] = {}  # bytes that each loads for its forward
         self._copied: deque[float] = deque([0.0] * STAGED, STAGED)
         self._written: deque[Job] = deque()
         self._issued = 0.0  # when the next load is, without a link
 
-    def load(self, key: ChunkKey, nbytes: int, present: int, times: BlockTimes) -> None:
+    def load(self, key: ChunkKey, nbytes: int, times: BlockTimes, *, backward: bool = False) -> None:
         """The block needs `nbytes` now. Loads are issued ahead, in order, as far as there is room.
 
         Args:
-            present: bytes of these that need not come if the block's state is still there.
+            backward: what came for its forward need not come if it is still there.
         """
         if not nbytes:
             return
         running, room = self._running, 0.0
+        if not backward:
+            self._weights[key] = nbytes
         if key in self._present:
-            (room, taken), nbytes = self._present.pop(key), nbytes - present
+            room, taken = self._present.pop(key)
+            nbytes -= self._weights.get(key, 0) if backward else 0
         else:
             taken = nbytes if self._by_bytes else 1
             room = self._make_room(taken)

@@ -73,6 +73,8 @@ class Block:
     """The same for its backward: its parameters again, and gradients that are summed on the device."""
     backward_stores: int = 0
     """Bytes of model state that leave after its backward: gradients."""
+    repeats: int = 1
+    """Number of equal layers in a row that it stands for: a recomputation brings back one of them at a time."""
     compressed: Block | None = None
     """The block as it is where its linear layers keep compressed inputs; None: that saves nothing."""
     encoded: Block | None = None

@@ -10,6 +10,7 @@ import json
 import sys
 from dataclasses import replace
 from operator import attrgetter
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,6 +22,7 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective
 from ssdtrain.text import YEAR_SECONDS, duration_text, size_text
 from ssdtrain.tools.cli.options import given, number, rate, whole
 from ssdtrain.tools.cli.progress import progress
+from ssdtrain.tools.whatif.apply import apply_to_file, launch_flags
 from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, replanned
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures, rows, with_more
@@ -53,13 +55,18 @@ def run(arguments: list[str]) -> int:
             costs = {} if prices is None else prices.figures(plan)
             note("what is gained")
             gain = gain_of(job)
+        flags = launch_flags(plan, chosen.directory) if chosen.print_flags else []
+        if chosen.apply is not None:
+            apply_to_file(plan, chosen.apply, chosen.directory)
     except InvalidValue as error:
         print(f"ssdtrain plan: the job {error}", file=sys.stderr)
         return 1
     except NoPlan as error:
         print(f"ssdtrain plan: {error}", file=sys.stderr)
         return 1
-    if chosen.json:
+    if chosen.print_flags:
+        print(" ".join(flags))
+    elif chosen.json:
         print(json.dumps({**figures(plan, largest), **costs, "alternatives": better, "gain": gain.figures()}))
     else:
         show(plan, largest, better, costs, gain, Console())
@@ -238,6 +245,16 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="do not predict what more memory or faster drives would bring",
     )
+    made.add_argument(
+        "--apply",
+        type=Path,
+        metavar="DS.JSON",
+        help="write the place of model state into this DeepSpeed config, with the batch where one is asked for or it has none",
+    )
+    made.add_argument(
+        "--print-flags", action="store_true", help="print Megatron-LM's flags for the plan, and nothing else"
+    )
+    made.add_argument("--directory", help="on the drives, for --apply and --print-flags where they need one")
     made.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return made
 

@@ -9,7 +9,7 @@ from functools import cached_property
 from operator import attrgetter
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.model.types import StepTimeline, one_forward_one_backward
+from ssdtrain.planner.model.types import Choice, StepTimeline, one_forward_one_backward
 from ssdtrain.planner.plans import (
     Limits,
     NoPlan,
@@ -21,8 +21,9 @@ from ssdtrain.planner.plans import (
     play,
 )
 from ssdtrain.planner.search import search
-from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_job import HEAD, PIECES, SHARES_OF_BLOCK, WHOLE, ClusterJob
 from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
+from ssdtrain.tools.whatif.units import in_units
 
 __all__ = [
     "BRIEF",
@@ -35,8 +36,17 @@ __all__ = [
     "uniform_plan",
 ]
 
-BRIEF = 0.1
+BRIEF = 0.07
 """Part of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""
+
+IN_UNITS, LAYER_BY_LAYER = 0.5, 0.25
+"""Parts of a search's simulations for equal layers taken together, and for what is left to decide layer by layer."""
+
+NEARLY = 0.99
+"""Ratio to the best value from which on a larger microbatch is preferred."""
+
+NEAR = 1.1
+"""Ratio of the smallest peak to the device's limit up to which layers taken together may be why there is no plan."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +121,8 @@ class ClusterPlan:
 
     @property
     def microbatch_seconds(self) -> float:
-        """Seconds of the slowest stage, or of the network under ZeRO-3 where that takes longer."""
-        return max(self.slowest.seconds(self.slowest.plan), self.job.sharding_seconds)
+        """Seconds of the slowest stage, with those of the network under ZeRO-3 that it does not hide."""
+        return self.job.with_sharding(self.slowest.seconds(self.slowest.plan))
 
     @property
     def bubble_seconds(self) -> float:
@@ -134,7 +144,7 @@ class ClusterPlan:
     def ideal_seconds(self) -> float:
         """Seconds of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is
         faster."""
-        each = max(self.job.sharding_seconds, *(stage.compute_seconds for stage in self.stages))
+        each = self.job.with_sharding(max(stage.compute_seconds for stage in self.stages))
         layout = self.job.layout
         reducing, updating = self.job.update_seconds()
         update = reducing + min(updating, self.update_seconds[1])
@@ -187,7 +197,7 @@ def plan_job(
     """The best plan at one microbatch size.
 
     Args:
-        limits: beside the device's memory; `written` is bytes per microbatch.
+        limits, objective: beside the device's memory; `written`, `seconds` and `hidden` are those of a microbatch.
         slowdown: of a microbatch over keeping everything, minus 1, at most; in place of `limits.seconds`. It counts from the
             placement of model state where that takes the least time, of those that leave room for activations.
         effort: see `search`.
@@ -244,13 +254,20 @@ def problem_of(job: ClusterJob, microbatch: int, place: StatePlacement) -> tuple
     """What is searched for a pipeline stage whose model state is there, and bytes for activations on the device."""
     plain = job.blocks(microbatch, place.last)
     alive, simulated = simulated_microbatches(job, microbatch, place.last)
-    machine = job.machine(max(block.saved for block in plain), place.away, place.buffers)
+    machine = job.machine(plain, place.away, place.buffers)
+    shares: dict[str, Choice] = {}
+    if machine.tiers and len(plain) <= WHOLE:
+        tier = machine.tiers[0].name
+        for share in range(1, SHARES_OF_BLOCK):
+            choice = Choice(tier, share=share / SHARES_OF_BLOCK)
+            shares[f"{choice.share:.0%} {tier}"] = choice
     problem = SearchProblem(
         [place.blocks(plain, job.microbatches(microbatch))],
         one_forward_one_backward(simulated, alive),
         machine,
         actions_for(machine, recompute=job.recompute),
-        frozenset(number for number, block in enumerate(plain) if block.name == "head"),
+        frozenset(number for number, block in enumerate(plain) if block.name == HEAD),
+        parts=shares,
     )
     return problem, job.gpu.memory - job.reserve - sum(place.device.values())
 
@@ -320,6 +337,55 @@ class _Candidate:
         return self.value(objective, Plan(kept, StepTimeline(self.kept, self.kept, 0.0, 0.0, 0, 0.0)))
 
 
+def searched(
+    problem: SearchProblem,
+    limits: Limits,
+    objective: Objective | None = None,
+    effort: float = 1.0,
+    known: Sequence[str] | None = None,
+) -> list[Plan]:
+    """The best plans of `search`. In a deep model equal layers are handled together first; what is left to decide layer by layer
+    gets a part of the effort.
+
+    Args:
+        effort, known: see `search`. A brief search leaves layers together, where that keeps to the limits.
+
+    Raises:
+        NoPlan: none keeps to the limits.
+    """
+    [blocks] = problem.chunks
+    brief = effort <= BRIEF
+    units = in_units(problem, PIECES)
+    if len(units.layers) == len(blocks):
+        pieces = sum(len(block.parts) or 1 for block in blocks)
+        return search(problem, limits, objective, effort=effort * len(blocks) / pieces, known=known)
+    # 1. Of layers taken together.
+    together = min(effort, IN_UNITS) * len(units.layers) / len(blocks)
+    try:
+        found = search(units.problem, limits, objective, effort=together, greedy=not brief)
+    except NoPlan as error:
+        decided = set(problem.decided)
+        tried = [play(problem, units.expanded(plan.actions)) for plan in (error.smallest, error.nearest)]
+        for name in problem.actions.keys() - {"keep"}:
+            every = [name if number in decided else "keep" for number in range(len(blocks))]
+            tried.append(play(problem, every))
+        smallest = min(tried, key=attrgetter("peak"))
+        if error.too_slow or (limits.device is not None and smallest.peak > NEAR * limits.device):
+            raise NoPlan(smallest, limits, blocks, problem.machine.buffers, tried[1]) from None
+    else:
+        tried = [play(problem, units.expanded(plan.actions)) for plan in found]
+    # 2. What was known, and what keeps to the limits layer by layer.
+    if known is not None and problem.actions.keys() >= set(known):
+        tried.append(play(problem, known))
+    goal = objective or Objective()
+    fitting = sorted(filter(limits.kept_by, tried), key=goal.value)
+    if brief and fitting:
+        return fitting
+    # 3. Layer by layer.
+    begin = (fitting or tried)[0].actions
+    return search(problem, limits, objective, effort=min(effort, LAYER_BY_LAYER), known=begin, greedy=False)
+
+
 def _search_stage(
     one: _Candidate,
     limits: Limits,
@@ -330,9 +396,10 @@ def _search_stage(
 ) -> Stage:
     _, simulated = simulated_microbatches(one.place.job, one.microbatch, one.place.last)
     written = None if limits.written is None else limits.written * simulated
-    seconds = limits.seconds if slowdown is None else (1 + slowdown) * one.kept
-    within = Limits(one.budget, written, seconds)
-    return one.stage(search(one.problem, within, objective, effort=effort, known=known), slowdown)
+    seconds = None if limits.seconds is None else limits.seconds * simulated
+    objective = replace(objective, hidden=objective.hidden * simulated)
+    within = Limits(one.budget, written, seconds if slowdown is None else (1 + slowdown) * one.kept)
+    return one.stage(searched(one.problem, within, objective, effort=effort, known=known), slowdown)
 
 
 def _plan_stage(
@@ -405,22 +472,63 @@ def best_plan(
     Raises:
         NoPlan, InvalidValue: no microbatch fits.
     """
-    found: list[ClusterPlan] = []
+    found: dict[int, ClusterPlan] = {}
+    # 1. The sizes that fit.
     for effort in (BRIEF, 1.0):
+        fitting: list[int] = []
         failed: NoPlan | None = None
         for size in sizes(job):
+            if limits is None and slowdown is None and _fits_uniformly(job, size):
+                fitting.append(size)
+                continue
             try:
-                found.append(plan_job(job, size, limits, objective, slowdown, effort))
+                found[size] = plan_job(job, size, limits, objective, slowdown, effort)
             except NoPlan as error:
                 if failed is None or error.too_slow:
                     failed = error
-                if found or not error.too_slow:
+                if fitting or not error.too_slow:
                     break
-        if found:
+            else:
+                fitting.append(size)
+        if fitting:
             break
     else:
         assert failed is not None
         raise failed
-    most = max(map(value, found))
-    best = [plan for plan in found if value(plan) >= 0.99 * most][-1]
-    return replanned(best, job, limits, objective), found[-1].microbatch
+    # 2. Their plans, the largest first; without those that would not do if everything were kept.
+    most = max(map(value, found.values()), default=0.0)
+    for size in reversed(fitting):
+        if size not in found and value(_unlimited(job, size)) >= NEARLY * most:
+            try:
+                found[size] = plan_job(job, size, limits, objective, slowdown, effort)
+            except NoPlan:  # a brief search may miss what fits
+                continue
+            most = max(most, value(found[size]))
+    if not found:
+        found[fitting[0]] = plan_job(job, fitting[0], limits, objective, slowdown)
+        most = value(found[fitting[0]])
+    best = found[max(size for size, plan in found.items() if value(plan) >= NEARLY * most)]
+    return replanned(best, job, limits, objective), fitting[-1]
+
+
+def _fits_uniformly(job: ClusterJob, microbatch: int) -> bool:
+    """Whether a plan fits that does the same with every block."""
+    actions = ["keep", *["recompute"] * job.recompute, *["ssd"] * (job.ssds is not None)]
+    for action in actions:
+        try:
+            uniform_plan(job, microbatch, action)
+        except NoPlan:
+            continue
+        return True
+    return False
+
+
+def _unlimited(job: ClusterJob, microbatch: int) -> ClusterPlan:
+    """The plan that keeps everything, in memory that may be larger than the device's, with model state in the fastest place."""
+    stages = []
+    for last in job.ends:
+        one = min(
+            (_Candidate.of(job, microbatch, place) for place in placements(job, last)), key=attrgetter("kept")
+        )
+        stages.append(one.stage([Plan(("keep",) * len(one.problem.blocks), kept_step(one.problem))]))
+    return ClusterPlan(job, microbatch, stages)

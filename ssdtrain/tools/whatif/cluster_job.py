@@ -9,21 +9,97 @@ as if a rank's blocks were one chunk, with the microbatches alive that the inter
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import GiB
+from ssdtrain.offload.pacing.limits import NEWEST
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier
-from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, MATMUL_EFFICIENCY, Gpu, Ssds
-from ssdtrain.tools.whatif.models import BlockKind, ParallelLayout, Transformer, model_state_bytes
+from ssdtrain.tools.whatif.hardware import (
+    HOP_BETWEEN_NODES,
+    HOP_IN_NODE,
+    LINK_EFFICIENCY,
+    MATMUL_EFFICIENCY,
+    Gpu,
+    Ssds,
+)
+from ssdtrain.tools.whatif.models import (
+    BlockKind,
+    Item,
+    ParallelLayout,
+    Transformer,
+    model_state_bytes,
+    module_of,
+)
 
-__all__ = ["OPTIMIZER_TRAFFIC", "ClusterJob", "bandwidth_of"]
+__all__ = [
+    "HEAD",
+    "OPTIMIZER_TRAFFIC",
+    "PIECES",
+    "SHARES_OF_BLOCK",
+    "WHOLE",
+    "ClusterJob",
+    "bandwidth_of",
+    "transfer_budgets",
+]
 
 OPTIMIZER_TRAFFIC = 28
 """Bytes of memory that Adam in mixed precision reads and writes per parameter."""
 
 ITEMSIZE = 2
+
+HEAD = "head"
+"""Name of the block with the output layer and the loss."""
+
+
+PIECES = 48
+"""Number of pieces as which a stage is planned, at most: fewer blocks are cut into parts, more are joined. The engine has
+three of them on the device anyway (`DEVICE_SHARE` in `ssdtrain.offload.pacing.limits`)."""
+
+WHOLE = 16
+"""Number of blocks of a stage from which on one is not larger than what the engine has there, and moves as one."""
+
+SHARES_OF_BLOCK = 4
+"""Number of equal shares in which a block of such a stage may be offloaded."""
+
+
+def transfer_budgets(blocks: Sequence[Block]) -> dict[str, Any]:
+    """Bytes of stores under way, of loads ahead, and of both on the device, as the engine sizes them (Note: [Two budgets] in
+    `ssdtrain.offload.pacing.limits`), and stores whose tensors stay in any case: one of whole blocks. A piece is several tensors,
+    which the engine copies and writes one by one: so that writes do not wait here for the copy of a whole piece, a third one is
+    under way."""
+    pieces = [piece.saved for block in blocks for piece in block.parts or (block,) if block.name != HEAD]
+    largest, saved = max(pieces), sum(block.saved for block in blocks)
+    newest = NEWEST if any(block.parts for block in blocks) else 1
+    return {
+        "in_flight": 3 * largest,
+        "prefetch": 2 * largest,
+        "window": max(2 * largest, saved // 16),
+        "newest": newest,
+    }
+
+
+def _parts(block: Block, items: Sequence[Item], count: int, message: int) -> tuple[Block, ...]:
+    """Parts of a block, each of neighbouring items of one module, with its share of the time by its bytes. Where they are large
+    enough they are `count`, and one more for each module.
+
+    Args:
+        message: bytes of the residual's gradient.
+    """
+    least, groups = block.saved / count, [[items[0]]]
+    for item in items[1:]:
+        large = sum(one.nbytes for one in groups[-1]) >= least
+        if large or module_of(item.name) != module_of(groups[-1][0].name):
+            groups.append([])
+        groups[-1].append(item)
+    found = []
+    for group in groups:
+        name, saved = group[0].name, sum(item.nbytes for item in group)
+        seconds = saved / block.saved * block.forward, saved / block.saved * block.backward
+        transient = block.backward_transient if module_of(name) == "mlp" else message
+        found.append(Block(name, *seconds, saved, backward_transient=transient))
+    return tuple(found)
 
 
 def bandwidth_of(blocks: Sequence[Block]) -> float:
@@ -173,28 +249,31 @@ class ClusterJob:
         message = tokens * model.hidden * ITEMSIZE
         reduced = 2 * (layout.tp - 1) / layout.tp * message / (self.tp_rate * LINK_EFFICIENCY)
         inputs = model.block_input_bytes(microbatch, layout)
+        kinds = self.stage_kinds(last)
         wide = tokens * model.ffn * (model.top_k if model.experts > 1 else 1) * ITEMSIZE // layout.tp
         found = []
-        for number, kind in enumerate(self.stage_kinds(last)):
+        for number, kind in enumerate(kinds):
             computing = model.block_flops(microbatch, kind) / rate
             reduces = 3 if kind == "decoder" else 2
-            found.append(
-                Block(
-                    f"{kind} {number}",
-                    computing + reduces * reduced,
-                    2 * computing + reduces * reduced,
-                    saved=model.saved_bytes(microbatch, layout, kind),
-                    recompute=computing + reduces * reduced,
-                    inputs=inputs,
-                    # Gradients of the MLP's inner tensors and of the residual.
-                    backward_transient=2 * wide + message,
-                )
+            block = Block(
+                f"{kind} {number}",
+                computing + reduces * reduced,
+                2 * computing + reduces * reduced,
+                saved=model.saved_bytes(microbatch, layout, kind),
+                recompute=computing + reduces * reduced,
+                inputs=inputs,
+                # Gradients of the MLP's inner tensors and of the residual.
+                backward_transient=2 * wide + message,
             )
+            if len(kinds) < WHOLE:
+                items = model.saved_items(microbatch, layout, kind)
+                block = replace(block, parts=_parts(block, items, PIECES // len(kinds), message))
+            found.append(block)
         if last or layout.pp == 1:
             computing = model.head_flops(microbatch) / rate
             found.append(
                 Block(
-                    "head",
+                    HEAD,
                     computing,
                     2 * computing,
                     saved=model.head_saved_bytes(microbatch, layout),
@@ -212,11 +291,11 @@ class ClusterJob:
         """Bytes per second between host and device, each way."""
         return self.gpu.host_rate * LINK_EFFICIENCY
 
-    def machine(self, largest: int, away: int = 0, state_buffers: int = 0) -> Machine:
-        """Return the machine of one rank; buffers hold one block on the device, two ahead and four on their way to a drive.
+    def machine(self, blocks: Sequence[Block], away: int = 0, state_buffers: int = 0) -> Machine:
+        """Return the machine of one rank, with the engine's own budgets of transfers.
 
         Args:
-            largest: bytes that the largest block saves.
+            blocks: of a stage.
             away: bytes of model state that are not on the device.
             state_buffers: blocks whose model state is there at a time, beside those that stay.
         """
@@ -233,10 +312,8 @@ class ClusterJob:
         return Machine(
             tuple(tiers),
             Link(link, link),
-            in_flight=4 * largest,
-            prefetch=2 * largest,
-            window=largest,
-            newest=1,
+            **transfer_budgets(blocks),
+            copies=self.gpu.memory_rate / 2,  # reads and writes
             state=drives if self.state == "ssd" else None,
             state_buffers=state_buffers,
         )
@@ -268,8 +345,15 @@ class ClusterJob:
     @property
     def sharding_seconds(self) -> float:
         """Return the seconds of the network for one microbatch under ZeRO-3: parameters are gathered for its forward and again
-        for its backward, gradients scattered after it. Other blocks compute meanwhile."""
+        for its backward, gradients scattered after it."""
         return 3 * self._passed_around_seconds if self.layout.zero >= 3 else 0.0
+
+    def with_sharding(self, seconds: float) -> float:
+        """Return the seconds of a microbatch that computes for `seconds`. Under ZeRO-3 other blocks compute while one is gathered
+        or scattered, all but one: the first has to come before anything computes, and the last is scattered after it."""
+        network = self.sharding_seconds
+        blocks = len(self.stage_kinds(False))
+        return max(seconds, network) + min(seconds, network) / blocks
 
     @property
     def _passed_around_seconds(self) -> float:
@@ -281,4 +365,12 @@ class ClusterJob:
             self.rank_parameters(last) - layout.shard(self.rank_parameters(last), self.rank_experts(last))
             for last in self.ends
         )
-        return passed * ITEMSIZE / (rate * LINK_EFFICIENCY)
+        return passed * ITEMSIZE / (rate * LINK_EFFICIENCY) + self._hops_seconds
+
+    @property
+    def _hops_seconds(self) -> float:
+        """Return the seconds that the data-parallel ranks of a ring take to hand on the first bytes, once for each block."""
+        layout = self.layout
+        nodes = -(-layout.dp // max(1, self.node // layout.tp)) if layout.ranks > self.node else 1
+        hops = (nodes - 1) * HOP_BETWEEN_NODES + (layout.dp - nodes) * HOP_IN_NODE
+        return hops * len(self.stage_kinds(False))

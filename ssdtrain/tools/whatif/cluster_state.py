@@ -57,11 +57,10 @@ class StatePlacement:
         found = list(blocks)
         for number, each in enumerate(self.passing, self.persistent):
             added = each["gradients"] if microbatches > 1 and not self.job.cpu_rate else 0
-            found[number] = replace(
+            found[number] = _streamed(
                 found[number],
-                forward_loads=each["parameters"],
-                backward_loads=each["parameters"] + added,
-                backward_stores=each["gradients"],
+                {"forward_loads": each["parameters"], "backward_stores": each["gradients"]},
+                {"backward_loads": each["parameters"] + added},
             )
         return found
 
@@ -98,6 +97,14 @@ class StatePlacement:
         if self.job.state != "ssd":
             return 0
         return self.away - sum(each["gradients"] for each in self.passing)
+
+
+def _streamed(block: Block, first: dict[str, int], last: dict[str, int]) -> Block:
+    """The block with loads and stores: `first` are those of its first part, `last` of its last, where backward begins."""
+    parts = block.parts
+    if len(parts) > 1:
+        parts = (replace(parts[0], **first), *parts[1:-1], replace(parts[-1], **last))
+    return replace(block, parts=parts, **first, **last)
 
 
 def placements(job: ClusterJob, last: bool) -> list[StatePlacement]:

@@ -18,12 +18,11 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import Limits, NoPlan, Plan, SearchProblem, actions_for, kept_step, play
-from ssdtrain.planner.search import search
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.tools.model_profile import CountedStep, count_blocks
-from ssdtrain.tools.whatif.cluster import BRIEF
-from ssdtrain.tools.whatif.cluster_job import bandwidth_of
-from ssdtrain.tools.whatif.gain import RECOMPUTATION, SAME_SPEED, Gain, Trial, more_drives
+from ssdtrain.tools.whatif.cluster import BRIEF, searched
+from ssdtrain.tools.whatif.cluster_job import bandwidth_of, transfer_budgets
+from ssdtrain.tools.whatif.gain import RECOMPUTATION, Gain, Trial, more_drives
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, Gpu, Ssds
 
 __all__ = ["Estimate", "Hardware", "estimate"]
@@ -57,18 +56,14 @@ class Hardware:
         """Bytes per second between host and device, each way."""
         return self.gpu.host_rate * LINK_EFFICIENCY
 
-    def machine(self, largest: int) -> Machine:
-        """Args:
-        largest: bytes that the largest block saves.
-        """
+    def machine(self, blocks: Sequence[Block]) -> Machine:
+        """Return the machine as the cost model takes it, for a forward of these blocks."""
         link = self.link_rate
         tiers: tuple[Tier, ...] = (Tier("host", link, link),) if self.host else ()
         if self.ssds is not None:
             write, read = self.ssds.write_rate / self.node, self.ssds.read_rate / self.node
             tiers += (Tier("ssd", min(write, link), min(read, link)),)
-        return Machine(
-            tiers, Link(link, link), in_flight=4 * largest, prefetch=2 * largest, window=largest, newest=1
-        )
+        return Machine(tiers, Link(link, link), **transfer_budgets(blocks))
 
 
 @dataclass(frozen=True)
@@ -133,26 +128,28 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
 
     def problem(size: int, given: Hardware) -> SearchProblem:
         blocks = _scaled(once, twice, size / batch)
-        machine = given.machine(max(block.saved for block in blocks))
+        machine = given.machine(blocks)
         rest = frozenset({len(blocks) - 1})
         return SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), rest)
 
-    def plan(size: int) -> Plan | None:
+    def plan(size: int, effort: float = BRIEF) -> Plan | None:
         try:
-            return search(problem(size, hardware), Limits(budget))[0]
+            return searched(problem(size, hardware), Limits(budget), effort=effort)[0]
         except NoPlan:
             return None
 
-    def same_speed(given: Hardware) -> Trial:
-        def seconds(size: int) -> float | None:
-            asked = problem(size, given)
-            limits = Limits(budget, seconds=(1 + SAME_SPEED) * kept_step(asked).seconds)
-            try:
-                return search(asked, limits, effort=BRIEF)[0].seconds / size
-            except NoPlan:
-                return None
+    def same_speed(given: Hardware) -> Callable[[float], Trial]:
+        def within(seconds: float) -> Trial:
+            def took(size: int) -> float | None:
+                try:
+                    limits = Limits(budget, seconds=seconds * size)
+                    return searched(problem(size, given), limits, effort=BRIEF)[0].seconds / size
+                except NoPlan:
+                    return None
 
-        return seconds
+            return took
+
+        return within
 
     def uniform(action: str) -> Trial:
         def seconds(size: int) -> float | None:
@@ -162,7 +159,7 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
 
         return seconds
 
-    found = plan(batch)
+    found = plan(batch, 1.0)
     low, high = (batch, 2 * batch) if found else (0, batch)
     while found and high < batch * 4096 and plan(high):
         low, high = high, 2 * high
@@ -173,7 +170,7 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
     others = {
         named: same_speed(replace(hardware, ssds=ssds)),
         "host memory": same_speed(replace(hardware, ssds=None, host=True)),
-        RECOMPUTATION: uniform("recompute"),
+        RECOMPUTATION: lambda _: uniform("recompute"),
     }
     alone = kept_step(problem(batch, hardware)).seconds / batch
     carried = None

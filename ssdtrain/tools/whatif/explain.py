@@ -8,9 +8,10 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from ssdtrain.planner.model.types import Block
+from ssdtrain.planner.planned_state import PlannedState
 from ssdtrain.text import YEAR_SECONDS, duration_text
 from ssdtrain.tools.whatif.cluster import ClusterPlan, Stage
-from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_job import HEAD, ClusterJob
 
 
 class TableRow(NamedTuple):
@@ -53,7 +54,7 @@ def with_more(job: ClusterJob) -> dict[str, ClusterJob]:
 def _reason(stage: Stage, block: Block, action: str, stall: float, count: int) -> str:
     """Why `count` blocks like this one, which make computation wait for `stall` seconds together, have an action."""
     if action == "keep":
-        if block.name == "head":
+        if block.name == HEAD:
             return "its backward follows at once"
         if set(stage.plan.actions) == {"keep"}:
             return "everything fits"
@@ -69,11 +70,14 @@ def _reason(stage: Stage, block: Block, action: str, stall: float, count: int) -
             f"running it again takes {duration_text(block.recompute)}, writing it to {fastest.name} "
             f"{duration_text(block.saved / fastest.write)} of bandwidth that others use"
         )
-    tier = next((tier for tier in stage.problem.machine.tiers if tier.name == action), None)
+    choice = stage.problem.choice(action)
+    tier = next((tier for tier in stage.problem.machine.tiers if tier.name == choice.tier), None)
     if tier is None:
         return "its codec takes less time than running it again"
-    moving = duration_text(count * block.saved / tier.write)
-    writing = f"writing {'it' if count == 1 else f'these {count}'} takes {moving}"
+    moving = duration_text(choice.share * count * block.saved / tier.write)
+    whole = "it" if count == 1 else f"these {count}"
+    what = whole if choice.share == 1 else f"{choice.share:.0%} of {whole}"
+    writing = f"writing {what} takes {moving}"
     if stall < 1e-6:
         return f"{writing}, hidden behind computation"
     # These may be waits behind transfers of other blocks, and for reads: more than the writes themselves take.
@@ -111,8 +115,28 @@ def figures(plan: ClusterPlan, largest: int | None = None) -> dict[str, Any]:
         if drives
         else 0.0,
         "ssd_life_years": life / YEAR_SECONDS if life is not None else None,
+        "state": planned_state(plan).to_dict(),
         "stages": [_stage_figures(stage) for stage in plan.stages],
     }
+
+
+def planned_state(plan: ClusterPlan) -> PlannedState:
+    """Where a plan has model state, as frameworks are told; of a pipeline that of the first stage."""
+    job, stage = plan.job, plan.stages[0]
+    kinds = job.stage_kinds(stage.last)
+    blocks = [job.block_parameters(kind) for kind in kinds]
+    return PlannedState(
+        place=job.state,
+        zero=job.layout.zero,
+        ranks=job.layout.dp,
+        blocks=len(kinds),
+        persistent=stage.placement.persistent,
+        buffers=stage.placement.buffers,
+        block_parameters=int(max(blocks)),
+        outer_parameters=int(job.rank_parameters(stage.last) - sum(blocks)),
+        largest_parameter=job.model.hidden * max(job.model.ffn, job.model.vocabulary) // job.layout.tp,
+        cpu_optimizer=bool(job.cpu_rate),
+    )
 
 
 def _stage_figures(stage: Stage) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.plans import NoPlan
+from ssdtrain.planner.plans import Limits, NoPlan, Objective
 from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, plan_job, uniform_plan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.hardware import Ssds, parse_ssds
@@ -45,19 +45,25 @@ class Largest:
     seconds: float
 
 
-def largest(trial: Trial) -> Largest:
-    """The largest microbatch that fits, to within a sixty-fourth of it."""
-    fits, seconds, too_large = 0, 0.0, 1
-    while too_large <= MOST_SEQUENCES and (took := trial(too_large)) is not None:
-        fits, seconds, too_large = too_large, took, 2 * too_large
-    while too_large - fits > max(1, fits // 64):
-        middle = (fits + too_large) // 2
-        took = trial(middle)
+NONE = Largest(0, 0.0)
+
+
+def largest(trial: Trial, begin: Largest = NONE) -> Largest:
+    """The largest microbatch that fits, to within a sixteenth of it.
+
+    Args:
+        begin: is known to fit.
+    """
+    size, seconds, gap = begin.size, begin.seconds, 1
+    while size <= MOST_SEQUENCES and (took := trial(size + gap)) is not None:
+        size, seconds, gap = size + gap, took, 2 * gap
+    while gap > max(1, size // 16):
+        took = trial(size + gap // 2)
         if took is None:
-            too_large = middle
+            gap //= 2
         else:
-            fits, seconds = middle, took
-    return Largest(fits, seconds)
+            size, seconds, gap = size + gap // 2, took, gap - gap // 2
+    return Largest(size, seconds)
 
 
 @dataclass(frozen=True)
@@ -66,7 +72,7 @@ class Gain:
 
     Attributes:
         kept: with everything kept in device memory.
-        ours: with the means that the job has, at most `SAME_SPEED` slower.
+        ours: with the means that the job has; its sequences take at most `SAME_SPEED` longer.
         alone: seconds of one sequence with everything kept in unlimited memory, where not one fits.
         carried: share of the bytes of a step that its drives can write while it runs; None: it has no drives.
         others: by other means, named as a subject.
@@ -80,14 +86,27 @@ class Gain:
 
     @classmethod
     def of(
-        cls, kept: Trial, ours: Trial, alone: float, carried: float | None, others: Mapping[str, Trial]
+        cls,
+        kept: Trial,
+        ours: Callable[[float], Trial],
+        alone: float,
+        carried: float | None,
+        others: Mapping[str, Callable[[float], Trial]],
     ) -> Gain:
-        """Try all of them; where something is gained, of the others only recomputation."""
-        gain = cls(largest(kept), largest(ours), alone, carried, {})
+        """Try all of them; where something is gained, of the others only recomputation.
+
+        Args:
+            ours, others: take the seconds that a sequence may take.
+        """
+        most_kept = largest(kept)
+        seconds = (1 + SAME_SPEED) * (most_kept.seconds or alone)
+        gain = cls(most_kept, largest(ours(seconds), most_kept), alone, carried, {})
         tried = {
-            name: largest(trial) for name, trial in others.items() if name == RECOMPUTATION or not gain.pays
+            name: largest(trial(seconds), most_kept)
+            for name, trial in others.items()
+            if name == RECOMPUTATION or not gain.pays
         }
-        return cls(gain.kept, gain.ours, alone, carried, tried)
+        return replace(gain, others=tried)
 
     @property
     def pays(self) -> bool:
@@ -148,7 +167,7 @@ def gain_of(job: ClusterJob) -> Gain:
     others = {
         named: _same_speed(replace(job, ssds=ssds)),
         "host memory": _same_speed(plenty),
-        RECOMPUTATION: _uniform(replace(job, recompute=True), "recompute"),
+        RECOMPUTATION: lambda _: _uniform(replace(job, recompute=True), "recompute"),
     }
     carried = None
     if job.ssds is not None:
@@ -159,8 +178,17 @@ def gain_of(job: ClusterJob) -> Gain:
     return Gain.of(_uniform(job, "keep"), _same_speed(job), alone, carried, others)
 
 
-def _same_speed(job: ClusterJob) -> Trial:
-    return _trial(lambda size: plan_job(job, size, slowdown=SAME_SPEED, effort=BRIEF))
+def _same_speed(job: ClusterJob) -> Callable[[float], Trial]:
+    """Return what tries microbatches with a sequence in at most so many seconds, in the first place of model state that does."""
+
+    def within(seconds: float) -> Trial:
+        def planned(size: int) -> ClusterPlan:
+            limits, any_of_them = Limits(seconds=seconds * size), Objective(0.0, hidden=seconds * size)
+            return plan_job(job, size, limits, any_of_them, effort=BRIEF)
+
+        return _trial(planned)
+
+    return within
 
 
 def _uniform(job: ClusterJob, action: str) -> Trial:

@@ -15,6 +15,8 @@ from ssdtrain.config.units import GiB, parse_size
 
 __all__ = [
     "GPUS",
+    "HOP_BETWEEN_NODES",
+    "HOP_IN_NODE",
     "LINK_EFFICIENCY",
     "MATMUL_EFFICIENCY",
     "Gpu",
@@ -30,6 +32,10 @@ Llama 3 0.38 to 0.43 on 16 thousand H100 (arXiv 2407.21783)."""
 
 LINK_EFFICIENCY = 0.8
 """Achieved part of a link's raw rate in large copies: pinned copies over PCIe 4.0 x16 reach about 26 of 32 GB/s."""
+
+HOP_IN_NODE, HOP_BETWEEN_NODES = 3.4e-6, 14e-6
+"""Seconds until a rank of a ring hands on what it got, over NVLink and over the network: NCCL's own figures, for rings with large
+messages (`hwLatencies` of the ring with the protocol "Simple" in its src/graph/tuning.cc)."""
 
 PCIE3, PCIE4, PCIE5 = 16e9, 32e9, 64e9
 """Bytes per second of sixteen lanes, per direction."""

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from ssdtrain.config.errors import InvalidValue
 
-__all__ = ["FAMILIES", "BlockKind", "Item", "ParallelLayout", "Transformer", "model_state_bytes"]
+__all__ = ["FAMILIES", "BlockKind", "Item", "ParallelLayout", "Transformer", "model_state_bytes", "module_of"]
 
 FAMILIES = ("gpt", "bert", "t5", "llama", "mixtral")
 
@@ -33,6 +33,12 @@ class Item(NamedTuple):
 
     name: str
     nbytes: int
+
+
+def module_of(item: str) -> str:
+    """The module of a block that saves an item of this name: "attention", "cross-attention", "mlp" (or of its experts)."""
+    module = item.partition(":")[0]
+    return "mlp" if module in ("router", "experts") else module
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from ssdtrain.planner.plans import NoPlan
 from ssdtrain.tools.whatif.cluster import best_plan, plan_job
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import placements
-from ssdtrain.tools.whatif.hardware import find_gpu, parse_ssds
+from ssdtrain.tools.whatif.hardware import HOP_BETWEEN_NODES, HOP_IN_NODE, find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
 
 
@@ -71,11 +71,17 @@ def test_what_zero_3_gathers_comes_with_each_microbatch_and_overlaps_with_its_co
     job = small(layout=ParallelLayout(dp=16, zero=3), batch=64, ssds=None, network=1e9)
     plan = plan_job(job, 1)
     parameters = job.rank_parameters(False)
-    traffic = 3 * 15 / 16 * 2 * parameters / 0.8e9
-    assert plan.microbatch_seconds == pytest.approx(traffic)
-    assert plan.step_seconds == pytest.approx(4 * traffic + sum(job.update_seconds()))
+    traffic = 3 * (
+        15 / 16 * 2 * parameters / 0.8e9 + 8 * 15 * HOP_BETWEEN_NODES
+    )  # 8 blocks, 16 nodes of one GPU
+    computing = plan.stages[0].seconds(plan.stages[0].plan)
+    assert plan.microbatch_seconds == pytest.approx(
+        traffic + computing / 8
+    )  # all but one block's computation
+    assert plan.step_seconds == pytest.approx(4 * plan.microbatch_seconds + sum(job.update_seconds()))
     fast = plan_job(replace(job, network=1000e9), 1)
-    assert fast.microbatch_seconds == fast.stages[0].seconds(fast.stages[0].plan)
+    computing = fast.stages[0].seconds(fast.stages[0].plan)
+    assert fast.microbatch_seconds == pytest.approx(computing + fast.job.sharding_seconds / 8)
 
 
 def test_the_best_microbatch_has_the_most_tokens_a_second() -> None:
@@ -138,6 +144,6 @@ def test_zero_splits_experts_over_the_ranks_that_have_the_same_ones(zero: int) -
     assert updating == pytest.approx(28 * updated / job.gpu.memory_rate)
     [place] = placements(job, False)
     assert place.optimizer_seconds(0) == pytest.approx(updating)
-    passed = (others * 7 / 8 + experts / 2) * 2 / (0.8 * job.gpu.peer_rate)
+    passed = (others * 7 / 8 + experts / 2) * 2 / (0.8 * job.gpu.peer_rate) + 2 * 7 * HOP_IN_NODE
     assert reducing == pytest.approx(0 if zero == 3 else 2 * passed)
     assert job.sharding_seconds == pytest.approx(3 * passed if zero == 3 else 0)

@@ -7,9 +7,8 @@ import pytest
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step
-from ssdtrain.planner.search import search
 from ssdtrain.tools.whatif import cluster
-from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, problem_of
+from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, problem_of, searched
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_state import placements
 from ssdtrain.tools.whatif.hardware import find_gpu, parse_ssds
@@ -65,7 +64,7 @@ def test_host_memory_bounds_model_state_and_activations_together() -> None:
     ):
         plan_job(large(state="host", host=10 * GB), 1)
     place = placements(large(state="host"), False)[0]
-    machine = large(state="host").machine(1, place.away, place.buffers)
+    machine = large(state="host").machine(large().blocks(1, False), place.away, place.buffers)
     [tier] = machine.tiers
     assert tier.capacity == 100 * GB - place.away
     with pytest.raises(InvalidValue, match="in the drives of a node"):
@@ -152,7 +151,7 @@ def test_the_least_memory_takes_no_longer_than_allowed_over_the_fastest_place_of
 
 
 def test_a_place_of_model_state_that_leaves_activations_no_room_is_not_counted_from() -> None:
-    given = job(state="host", batch=8)
+    given = job(state="host", batch=8, reserve=6 * GB)
     given = replace(given, gpu=replace(given.gpu, host_rate=4e9))
     *_, next_one, fastest = kept_seconds(given, 8)
     assert next_one > fastest
@@ -167,9 +166,9 @@ def test_what_is_compared_is_searched_briefly_and_what_is_chosen_in_full(
 
     def recorded(*given: Any, effort: float, **named: Any) -> list[Plan]:
         efforts.append(effort)
-        return search(*given, effort=effort, **named)
+        return searched(*given, effort=effort, **named)
 
-    monkeypatch.setattr(cluster, "search", recorded)
+    monkeypatch.setattr(cluster, "searched", recorded)
     plan_job(large(state="host"), 1)
     assert efforts[-1] == 1
     assert efforts[:-1]
@@ -183,9 +182,9 @@ def test_what_is_compared_is_searched_briefly_and_what_is_chosen_in_full(
 
 def test_where_brief_searches_find_no_plan_there_are_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def late(problem: SearchProblem, limits: Limits, *given: Any, effort: float, **named: Any) -> list[Plan]:
-        return search(problem, limits if effort == 1 else Limits(1), *given, effort=effort, **named)
+        return searched(problem, limits if effort == 1 else Limits(1), *given, effort=effort, **named)
 
-    monkeypatch.setattr(cluster, "search", late)
+    monkeypatch.setattr(cluster, "searched", late)
     expected = plan_job(large(state="host"), 1)
     assert expected.stages[0].plan.peak > 1
     assert best_plan(large(state="host"))[1] >= 1

@@ -1,0 +1,161 @@
+"""A plan of `ssdtrain plan` carried out by ZeRO-3: from its file at start, and from a config that --apply has written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ssdtrain.config import ConfigError
+from ssdtrain.planner.planned_state import PlannedState
+from ssdtrain.tools.cli.main import main
+from ssdtrain_ds.planned_state import zero_options
+from tests.deepspeed import models
+from tests.deepspeed.conftest import MakeEngine, train
+
+LAYERS, GPU_MEMORY, LIMIT = 16, 24 * 2**30, 800_000
+
+OPTIONS: dict[str, Any] = {
+    "stage": 3,
+    "stage3_max_live_parameters": 3136 + (4 + 2) * 12704,
+    "stage3_prefetch_bucket_size": 12704,
+    "stage3_param_persistence_threshold": 4096,
+    "stage3_model_persistence_threshold": 3136 + 4 * 12704,
+    "offload_param": {"device": "cpu"},
+    "offload_optimizer": {"device": "cpu"},
+}
+"""Of the plan below: four of sixteen blocks stay on the device, and two of the others are there at a time."""
+
+OTHERS: dict[str, Any] = {"zero_force_ds_cpu_optimizer": False, "zero_allow_untested_optimizer": True}
+
+
+def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Path:
+    """The file of a plan for a GPU in which the model's state has no room by far."""
+    shape = f"--model gpt --hidden {models.HIDDEN} --layers {LAYERS} --heads {models.HEADS} --seq {models.SEQUENCE}"
+    machine = (
+        f"--gpu rtx3090 --gpus-per-node 1 --reserve {GPU_MEMORY - LIMIT}B --host 1GB --cpu-optimizer 20GB/s"
+    )
+    question = f"{shape} --vocab {models.VOCABULARY} {machine} --state host --microbatch 4 --batch 4"
+    assert main(["plan", *question.split(), "--no-alternatives", "--json", *more]) == 0
+    file = tmp_path / "plan.json"
+    file.write_text(capsys.readouterr().out)
+    return file
+
+
+def deep() -> nn.Module:
+    torch.manual_seed(0)
+    model = models.GPT()
+    model.blocks = nn.ModuleList(models.Block() for _ in range(LAYERS))
+    return model
+
+
+STATE = PlannedState(
+    place="host",
+    zero=0,
+    ranks=1,
+    blocks=LAYERS,
+    persistent=4,
+    buffers=2,
+    block_parameters=12704,
+    outer_parameters=3136,
+    largest_parameter=4096,
+    cpu_optimizer=True,
+)
+
+
+@pytest.fixture
+def planned(tmp_path: Path) -> Path:
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"state": STATE.to_dict()}))
+    return file
+
+
+def persistent(engine: Any) -> set[str]:
+    return {name for name, one in engine.module.named_parameters() if one.ds_persist}
+
+
+def test_state_of_four_times_the_limit_trains_by_one_key_as_by_hand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_engine: MakeEngine
+) -> None:
+    planned = plan(tmp_path, capsys)
+    state = PlannedState.read(str(planned), "file")
+    assert state == STATE
+    total = 16 * (state.outer_parameters + state.blocks * state.block_parameters)
+    assert total > 4 * LIMIT
+    key = {"plan": {"file": str(planned)}, "report": {"interval": 0}}
+    engine = make_engine(key, model=deep(), zero_optimization={"stage": 3}, **OTHERS)
+    by_hand = make_engine(None, model=deep(), zero_optimization=OPTIONS, **OTHERS)
+    assert persistent(engine) == persistent(by_hand)
+    assert {name.split(".")[1] for name in persistent(engine) if "blocks" in name} >= set("0123")
+    stay = sum(one.ds_numel for one in engine.module.parameters() if one.ds_persist)
+    buffers = state.buffers * state.block_parameters
+    assert 2 * (stay + 2 * buffers) < LIMIT < total  # weights of 2 bytes; all else is in host memory
+    assert all(torch.equal(a, b) for a, b in zip(train(engine, 7), train(by_hand, 7), strict=True))
+
+
+def test_a_config_that_apply_has_written_is_that_by_hand_and_trains_equal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make_engine: MakeEngine
+) -> None:
+    file = tmp_path / "ds.json"
+    file.write_text(
+        json.dumps({**OTHERS, "steps_per_print": 10**9, "zero_optimization": {"overlap_comm": False}})
+    )
+    plan(tmp_path, capsys, "--apply", str(file))
+    applied = json.loads(file.read_text())
+    assert applied["zero_optimization"] == {**OPTIONS, "overlap_comm": False}
+    assert applied["train_batch_size"] == applied["train_micro_batch_size_per_gpu"] == 4
+    engine = make_engine(None, model=deep(), **applied)
+    by_hand = make_engine(None, model=deep(), zero_optimization={**OPTIONS, "overlap_comm": False}, **OTHERS)
+    assert all(torch.equal(a, b) for a, b in zip(train(engine), train(by_hand), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("section", "error"),
+    [
+        (
+            {"stage": 2},
+            r'zero_optimization\.stage: 2 is not the stage of the plan.*"stage3_max_live_parameters": 79360',
+        ),
+        (
+            {"stage": 3, "stage3_prefetch_bucket_size": 5},
+            r"stage3_prefetch_bucket_size: 5 is 12704 in the plan.*leaving it out",
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {"device": "none"}},
+            r"zero_optimization\.offload_optimizer\.device: 'none' is cpu in the plan",
+        ),
+    ],
+)
+def test_a_config_that_says_otherwise_is_an_error_with_what_to_write(
+    section: dict[str, Any], error: str, planned: Path, make_engine: MakeEngine
+) -> None:
+    with pytest.raises(ConfigError, match=error):
+        make_engine({"plan": {"file": str(planned)}}, model=deep(), zero_optimization=section, **OTHERS)
+
+
+def test_a_file_of_something_else_is_an_error(tmp_path: Path, make_engine: MakeEngine) -> None:
+    other = tmp_path / "other.json"
+    for text, error in ((None, "cannot be read"), ("{", "is no JSON"), ("{}", "has no section `state`")):
+        if text is not None:
+            other.write_text(text)
+        with pytest.raises(ConfigError, match=rf"ssdtrain\.plan\.file: .* {error}.*ssdtrain plan .* --json"):
+            make_engine({"plan": {"file": str(other)}}, model=deep(), zero_optimization={"stage": 3})
+
+
+def test_blocks_whose_optimizer_stays_are_a_ratio_of_groups_and_ranks_share_what_stays() -> None:
+    both = zero_options(replace(STATE, cpu_optimizer=False))
+    assert both["offload_optimizer"] == {"device": "cpu", "ratio": 0.75}
+    assert both["sub_group_size"] == STATE.block_parameters
+    shared = zero_options(replace(STATE, zero=3, ranks=4))
+    assert shared["stage3_model_persistence_threshold"] == OPTIONS["stage3_model_persistence_threshold"] // 4
+    drives = zero_options(replace(STATE, place="ssd"), "/nvme")
+    assert drives["offload_param"] == {"device": "nvme", "nvme_path": "/nvme", "buffer_size": 4096}
+    assert drives["offload_optimizer"] == {"device": "nvme", "nvme_path": "/nvme"}
+    assert zero_options(replace(STATE, place="device", zero=2, cpu_optimizer=False)) == {"stage": 2}
+    fits = zero_options(replace(STATE, persistent=LAYERS))
+    assert fits == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
