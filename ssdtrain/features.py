@@ -183,7 +183,7 @@ class Feature:
         is another than before."""
         return ""
 
-    def limit(self) -> str:
+    def limited_by(self) -> str:
         """What keeps it from bringing more, for the end of a run: "drive writes 0.91 GB/s, forward saves 3.10 GB/s"; "" where
         nothing does, or it is not known."""
         return ""

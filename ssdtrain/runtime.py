@@ -439,7 +439,7 @@ class Runtime:
 
     def _close(self) -> None:
         found = self.statistics() if self._reports and self.steps and not self._forked else None
-        limits = [text for feature in self.features if (text := feature.limit())]
+        limits = [text for feature in self.features if (text := feature.limited_by())]
         self._reports = False
         with ExitStack() as closing:  # all are closed, whatever one of them raises
             if self._journal is not None:

@@ -195,7 +195,7 @@ class ActivationOffload(Feature):
         tried = " is tried" if self._trial is not None else ""
         return f"{way} | codec: {codec.spec if codec is not None else 'none'}{tried}"
 
-    def limit(self) -> str:
+    def limited_by(self) -> str:
         found, store = self.engine.snapshot(), self.store.metrics
         if found.store_wait_seconds > found.load_wait_seconds and store.write_seconds:
             rate = (store.ssd_bytes_written + store.host_bytes_written) / store.write_seconds

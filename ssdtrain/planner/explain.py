@@ -264,7 +264,7 @@ def _group_text(rows: Sequence[_Row]) -> str:
     size = f"{len(sizes)} x {size_text(sizes[first.layer])}" if alike else size_text(sum(sizes.values()))
     if first.choice.compress:
         size += f" to {size_text(sum(row.block.compressed.saved for row in rows if row.block.compressed))} (lossy)"
-    if choice.encode:
+    if first.choice.encode:
         size += f" to {size_text(sum(row.block.encoded.inputs for row in rows if row.block.encoded))}"
     cost = sum(row.cost for row in rows)
     parts = [first.action, size, first.why, f"costs {duration_text(cost)}" if cost > 1e-9 else ""]

@@ -72,7 +72,9 @@ def _equality(run: JournaledRun, other: JournaledRun) -> str:
     steps, different = set(), set()
     for mine in run.journals:
         theirs = next((one for one in other.journals if one.label == mine.label), None)
-        for step, values in mine.by_step.items() if theirs is not None else ():
+        if theirs is None:
+            continue
+        for step, values in mine.by_step.items():
             both = {
                 name
                 for name in values.keys() & theirs.by_step.get(step, {}).keys()

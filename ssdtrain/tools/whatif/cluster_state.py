@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
@@ -99,7 +100,7 @@ class StatePlacement:
         return self.away - sum(each["gradients"] for each in self.passing)
 
 
-def _streamed(block: Block, first: dict[str, int], last: dict[str, int]) -> Block:
+def _streamed(block: Block, first: dict[str, Any], last: dict[str, Any]) -> Block:
     """The block with loads and stores: `first` are those of its first part, `last` of its last, where backward begins."""
     parts = block.parts
     if len(parts) > 1:
