@@ -22,7 +22,7 @@ def test_every_message_is_that_of_torch(overflowing: int, backend: str) -> None:
         assert found.keys() == {"zero_gather", "ep", "tp", "dp", "pp_forward"}
         for ratio, overflows in found.values():
             assert bool(overflows) == (rank == overflowing)
-            assert ratio <= 0.77 or overflows
+            assert ratio <= (1.0002 if overflows else 0.77)
 
 
 def test_a_payload_that_does_not_fit_concerns_its_receiver_alone() -> None:
@@ -31,8 +31,9 @@ def test_a_payload_that_does_not_fit_concerns_its_receiver_alone() -> None:
 
 def test_after_an_overflow_messages_of_its_kind_rest_on_both_ends() -> None:
     steady, overflowing = on_ranks(2, exact_ranks.rests, "cuda", backend=NCCL)
-    assert all(set(shares) == {77} for shares in steady.values())
-    assert all(shares == [177, 177, 77, *[100] * 5, *[77] * 8] for shares in overflowing.values())
+    assert all(set(shares) == {77} for shares, _ in steady.values())
+    expected = [100, 100, 77, *[100] * 5, *[77] * 8], 5
+    assert all(found == expected for found in overflowing.values())
 
 
 @pytest.mark.parametrize("overflowing", [NO_ONE, 1])
