@@ -57,7 +57,7 @@ def test_a_block_is_encoded_where_that_is_the_cheapest_way_to_fit() -> None:
     text = plan_table(
         "plan auto", SearchProblem([blocks], [], Machine(), actions_for(Machine(), encode=True)), [plan], kept
     )
-    assert "encode 1010 B to 760 B, costs 300 ms" in text
+    assert "encode, 1010 B to 760 B, costs 300 ms" in text
 
 
 def test_without_the_codec_no_plan_is_better() -> None:
