@@ -276,8 +276,8 @@ class Blocks(PlanSubject):
         self._recorder.request("plan", self._steps >= WARM_UP)
         if self._steps > WARM_UP:
             self._records.append(record)
-            if self._state is not None:
-                self._state.step_ended()
+        if self._state is not None:
+            self._state.step_ended(recorded=self._steps > WARM_UP)
         del self._records[:-RECORDED]
         recorded = {serial for one in self._records for _, serial, _ in one.order}
         self._found = {serial: self._found[serial] for serial in self._found.keys() & recorded}

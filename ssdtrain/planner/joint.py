@@ -208,11 +208,12 @@ class StateProfile:
         self._rates.clear()
         self._measure()
 
-    def step_ended(self) -> None:
-        """Measure a step."""
+    def step_ended(self, *, recorded: bool) -> None:
+        """Measure a step, which counts if it was `recorded`."""
         times, rates = self._measure()
-        self._times.append(times)
-        self._rates.append(rates)
+        if recorded:
+            self._times.append(times)
+            self._rates.append(rates)
 
     def _measure(self) -> tuple[StateTimes, Rates]:
         now = self._state.times()

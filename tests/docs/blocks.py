@@ -98,6 +98,9 @@ RUN_BY = {
     ("docs/state.md", "config ="): Ran(
         f"{BLOCKS}::test_model_state_on_the_cpu", "the directory and the limit"
     ),
+    ("docs/state.md", "planned ="): Ran(
+        f"{BLOCKS}::test_model_state_with_a_plan", "the directory and the limit"
+    ),
     ("docs/state.md", "losses ="): Ran(f"{BLOCKS}::test_model_state_on_the_cpu"),
     ("docs/config.md", "invalid SSDTrain config"): Ran(f"{CONFIG}::test_the_page_is_what_the_schema_says"),
     ("docs/config.md", "{"): Ran(f"{CONFIG}::test_the_three_examples_ask_for_the_same"),

@@ -270,6 +270,24 @@ def test_model_state_on_the_cpu(tmp_path: Path) -> None:
     assert not torch.equal(model.layers[3].weight, before)
 
 
+def test_model_state_with_a_plan(tmp_path: Path) -> None:
+    import ssdtrain
+
+    model = Blocks()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
+    found = run(
+        "docs/state.md", "planned", change=change, ssdtrain=ssdtrain, model=model, optimizer=optimizer
+    )
+    for _ in range(8):
+        model(torch.randn(4, 256)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    runtime = found["runtime"]
+    assert runtime.statistics().values()["plan/plans"] == 1
+    runtime.close()
+
+
 def test_storage(tmp_path: Path) -> None:
     change = {'["/nvme0", "/nvme1"]': repr([str(tmp_path / "0"), str(tmp_path / "1")])}
     change |= {"100 << 30": "64 << 20", "4 << 30": "32 << 20", "256 << 20": "32 << 20"}

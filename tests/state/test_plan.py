@@ -18,7 +18,7 @@ from tests.support.processes import DEVICE
 @pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
 @pytest.mark.parametrize("optimizer_on", ["device", "cpu"])
 def test_other_chunks_stay_from_step_to_step(optimizer_on: str, staged: bool, attach: Attach) -> None:
-    choices = [(3, 2), (8, 1), (0, 1), (5, 2), (2, 1)]
+    choices = [(8, 1), (0, 1), (5, 2), (2, 1)]
     recipe = Recipe(steps=len(choices) + 1, clip=0.5)
     fused = {"fused": True} if optimizer_on == "cpu" else {}
     recipe.optimizer = lambda parameters: _adamw(parameters, **fused)
@@ -38,6 +38,9 @@ def test_other_chunks_stay_from_step_to_step(optimizer_on: str, staged: bool, at
             values = runtime.statistics().values()
             assert values["state/persistent_chunks"] == choice.persistent
             assert values["state/resident_bytes"] <= choice.limit == values["state/limit_bytes"]
+            if number == 2:  # while some chunks stay
+                model.load_state_dict(model.state_dict())
+                optimizer.load_state_dict(optimizer.state_dict())
             runtime.reset_peak()
             live.peak = 0
     assert found == losses
