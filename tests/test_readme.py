@@ -9,12 +9,9 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-import ssdtrain
 from ssdtrain.config import load_config
 
 ROOT = Path(__file__).parent.parent
@@ -53,21 +50,12 @@ def test_the_pytorch_example_runs(tmp_path: Path) -> None:
     assert re.search(r"offloaded bytes +[1-9]", done.stdout)
 
 
-def test_the_line_for_the_trainer_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (line,) = [line for line in blocks("python")[0].splitlines() if line.startswith("runtime =")]
-    assert "that one line, `runtime = ssdtrain.attach(...)`" in README
-    names: dict[str, Any] = {
-        "ssdtrain": ssdtrain,
-        "model": torch.nn.Sequential(*[torch.nn.Linear(1024, 1024) for _ in range(4)]),
-    }
-    exec(line, names)
-    names["model"](torch.randn(512, 1024, requires_grad=True)).square().mean().backward()
-    names["runtime"].close()
-    found = names["runtime"].statistics().offload
-    assert (
-        found.offloaded_bytes + found.avoided_write_bytes > 0
-    )  # avoided: backward asked before the write began
+def test_the_argument_for_the_trainer_is_a_callback_of_a_config_that_loads() -> None:
+    from ssdtrain.hf import SSDTrainCallback
+
+    (argument,) = re.findall(r"`callbacks=\[(SSDTrainCallback\(.*?\))\]`", README)
+    callback = eval(argument, {"SSDTrainCallback": SSDTrainCallback})
+    assert load_config(callback.config).offload is not None
 
 
 def test_the_deepspeed_block_is_a_config() -> None:

@@ -98,9 +98,8 @@ class PlanController(Feature):
         self._reshaped = False  # what is followed was not planned for forwards like these
         self._known: set[tuple[str, ...]] = set()  # actions that were followed for forwards like these
         self._started = False  # a plan was followed
-        self._settling = (
-            False  # the next step that ends is the first one of a plan, and begins with what was alive before
-        )
+        self._new_peak = False  # a new peak begins with the next forward
+        self._settling = False  # the first step of a plan begins with what was alive before
         self._outcome_due = self._same = False  # the latter: the plan is the one before
         self._warned = self._warned_of_size = False
         self._unended = False  # this step has so many forwards that no more are recorded
@@ -115,6 +114,11 @@ class PlanController(Feature):
         self.subject.before_call(module, arguments)
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[Any] | None:
+        if (
+            self._new_peak
+        ):  # measured peaks are those of the plan that is followed; the step before is in the journal now
+            self._new_peak = False
+            self._engine.reset_peak()
         watching = self.subject.on_forward(forward)
         return None if self._unended else watching
 
@@ -141,9 +145,8 @@ class PlanController(Feature):
         self._limit.step_ended(peaks.alive + self.subject.beside, planned=self.plan is not None)
         self.derating.step_ended(self._store.metrics, self._engine.metrics.offloaded_bytes, step.elapsed)
         fresh = self.subject.step_ended(peaks.unoffloaded)
-        if self._settling:  # measured peaks are those of the plan that is followed
-            self._settling = False
-            self._engine.reset_peak()
+        self._new_peak |= self._settling
+        self._settling = False
         # 2. Plan, where one is due.
         if not self._reason:
             self._reason = self._due(fresh, step.seconds - step.idle)

@@ -12,6 +12,7 @@ from ssdtrain.codecs import (
     FixedSizeCodec,
     Key,
     PayloadError,
+    available,
     make_codec,
     payload_finite,
 )
@@ -35,7 +36,21 @@ SPECS = [
     "zfp",
     "zfp:rate=13.75",
 ]
+OTHERS = {"lossless", "mask"}
+"""Codecs that have contracts of their own: lossless (test_lossless.py) and boolean masks (test_registry.py)."""
 LENGTHS = [0, 1, 2, 31, 127, 128, 129, 1000]
+
+
+def test_every_registered_codec_is_tested_here() -> None:
+    assert {spec.partition(":")[0] for spec in SPECS} | OTHERS == set(available())
+
+
+@pytest.mark.parametrize("name", sorted(available()))
+def test_no_registered_codec_decodes_to_anything_else(name: str) -> None:
+    """Zeros, or the first value everywhere, are as far away as the tensor is large."""
+    codec, x = make_codec(name), randn(1000) > 0 if name == "mask" else randn(1000)
+    y = decoded(codec, payload(codec, x), x).float()
+    assert (y - x.float()).norm() < 0.9 * x.float().norm()
 
 
 @pytest.fixture(params=SPECS)

@@ -119,9 +119,16 @@ RUN_BY = {
         f"{BLOCKS}::test_the_page_for_deepspeed",
         "without pip, and without the extension that DeepSpeed compiles",
     ),
-    ("docs/index.md", "import ssdtrain, torch"): Ran(f"{BLOCKS}::test_the_page_for_the_trainer"),
-    ("docs/index.md", "model, optimizer, loader"): Ran(f"{BLOCKS}::test_the_lines_for_accelerate"),
-    ("docs/index.md", "runtime = ssdtrain.attach(module"): Ran(f"{BLOCKS}::test_the_lines_for_lightning"),
+    ("docs/huggingface.md", 'pip install ".[hf]"'): Ran(
+        f"{PAGE_TESTS}::test_every_extra_is_on_the_first_page", "without pip: the extra is there"
+    ),
+    ("docs/huggingface.md", "import torch"): Ran(f"{BLOCKS}::test_the_page_for_the_trainer"),
+    ("docs/huggingface.md", "plugin ="): Ran(f"{BLOCKS}::test_the_lines_for_accelerate"),
+    ("docs/huggingface.md", "callback ="): Ran(f"{BLOCKS}::test_the_lines_for_lightning"),
+    ("docs/huggingface.md", '{"offload"'): IS_A_CONFIG,
+    ("docs/huggingface.md", "ssdtrain report"): Ran(
+        f"{PAGE_TESTS}::test_the_commands_that_watch_a_run_work", "other directories"
+    ),
     ("docs/planner.md", "ssdtrain plan"): Ran(f"{BLOCKS}::test_planner"),
     ("docs/planner.md", "ssdtrain estimate my_package"): Ran(f"{BLOCKS}::test_planner"),
     ("docs/planner.md", "ssdtrain estimate --gpu"): Ran(f"{BLOCKS}::test_planner"),
@@ -150,6 +157,11 @@ NOT_RUN = {
         "docs/commands.md",
         'pip install ".[completion]"',
     ): "needs argcomplete; tests/tools/cli/test_main.py has a stand-in for it",
+    (
+        "docs/huggingface.md",
+        "trainer = SFTTrainer",
+    ): "tests/integration/test_trainers.py trains so, with models made there",
+    ("docs/index.md", "from ssdtrain.hf"): "docs/huggingface.md has the whole program",
     ("docs/index.md", 'pip install ".[megatron]"'): MEGATRON,
     ("docs/megatron.md", "torchrun"): MEGATRON,
     ("docs/megatron.md", "[ssdtrain] iteration"): "shows what a log line looks like",

@@ -388,8 +388,9 @@ def test_the_line_of_the_demo() -> None:
 
 
 ACCELERATE = """
-import torch, ssdtrain
+import torch
 from accelerate import Accelerator
+from ssdtrain.hf import SSDTrainPlugin
 
 accelerator = Accelerator(cpu=True)
 model = torch.nn.Linear(1024, 1024)
@@ -399,8 +400,8 @@ loader = torch.utils.data.DataLoader(torch.randn(1024, 1024), batch_size=512)
 for x in loader:
     accelerator.backward(model(x.requires_grad_()).square().mean())
     optimizer.step()
-assert runtime.statistics().offload.saved_bytes > 0  # of one layer none may have left before backward asks
-runtime.close()
+assert plugin.runtime.statistics().offload.saved_bytes > 0  # of one layer none may have left before backward asks
+accelerator.end_training()
 """
 
 
@@ -422,18 +423,19 @@ def pasted(command: list[str], directory: Path) -> str:
 
 @pytest.mark.long
 def test_the_page_for_the_trainer(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(block("docs/index.md", "import ssdtrain, torch").text)
+    (tmp_path / "train.py").write_text(block("docs/huggingface.md", "import torch").text)
     told = pasted(["train.py"], tmp_path)
-    assert "train_loss" in told and "summary of 5 steps" in told and re.search(r"to SSD, a step +[1-9]", told)
+    assert "train_loss" in told and "summary of 8 steps" in told and re.search(r"to SSD, a step +[1-9]", told)
 
 
 @pytest.mark.long
 def test_the_lines_for_accelerate(tmp_path: Path) -> None:
-    pasted(["-c", ACCELERATE.format(block=block("docs/index.md", "model, optimizer, loader").text)], tmp_path)
+    pasted(["-c", ACCELERATE.format(block=block("docs/huggingface.md", "plugin =").text)], tmp_path)
 
 
 LIGHTNING = """
-import lightning, ssdtrain, torch
+import lightning, torch
+from ssdtrain.lightning import SSDTrainLightningCallback
 class Module(lightning.LightningModule):
     def __init__(self):
         super().__init__()
@@ -444,14 +446,14 @@ class Module(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), 0.1)
 module, loader = Module(), torch.utils.data.DataLoader(torch.randn(512, 512), batch_size=256)
 {block}
-print("saved bytes", runtime.statistics().offload.saved_bytes)
+print("saved bytes", callback.runtime.statistics().offload.saved_bytes)
 """
 
 
 @pytest.mark.slow
 def test_the_lines_for_lightning(tmp_path: Path) -> None:
     told = pasted(
-        ["-c", LIGHTNING.format(block=block("docs/index.md", "runtime = ssdtrain.attach(module").text)],
+        ["-c", LIGHTNING.format(block=block("docs/huggingface.md", "callback =").text)],
         tmp_path,
     )
     assert re.search(r"saved bytes [1-9]", told)
@@ -476,7 +478,7 @@ def test_the_page_for_deepspeed(tmp_path: Path) -> None:
     told = pasted(
         ["-m", "torch.distributed.run", "--standalone", *words[1:3], "start.py", *words[5:]], tmp_path
     )
-    assert "step 9: loss" in told and re.search(r"offloaded bytes +[1-9]", told)
+    assert "step 9: loss" in told and re.search(r"to SSD, a step +[1-9]", told)
 
 
 @pytest.mark.long

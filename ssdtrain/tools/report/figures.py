@@ -69,19 +69,17 @@ def compared(run: JournaledRun, other: JournaledRun) -> list[str]:
 
 def _equality(run: JournaledRun, other: JournaledRun) -> str:
     """Say whether the values of the training script are equal in the steps that both runs have."""
-    steps, different = set(), set()
+    steps: set[int] = set()
+    different: set[int] = set()
+    others = {journal.label: journal for journal in other.journals}
     for mine in run.journals:
-        theirs = next((one for one in other.journals if one.label == mine.label), None)
-        if theirs is None:
-            continue
+        theirs = others[mine.label].by_step if mine.label in others else {}
         for step, values in mine.by_step.items():
-            both = {
-                name
-                for name in values.keys() & theirs.by_step.get(step, {}).keys()
-                if not declared_metric(name)
+            shared = {
+                name for name in values.keys() & theirs.get(step, {}).keys() if not declared_metric(name)
             }
-            steps |= {step} if both else set()
-            different |= {step for name in both if values[name] != theirs.by_step[step][name]}
+            steps |= {step} if shared else set()
+            different |= {step for name in shared if values[name] != theirs[step][name]}
     if not steps:
         return "bits not compared: no values of the script in both runs; add runtime.log_values(loss=loss.item())"
     if different:

@@ -29,7 +29,7 @@ def run(tmp_path: Path, *command: str) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "losses are equal to the bit" in done.stdout
-    assert re.search(r"offloaded bytes +[1-9]", done.stderr), done.stderr
+    assert re.search(r"to SSD, a step +[1-9]", done.stderr), done.stderr
     return done.stdout
 
 
