@@ -109,7 +109,7 @@ def test_the_kernels_of_a_codec_are_compiled_when_the_engine_is_made(
 def test_a_released_head_delays_no_departure() -> None:
     """1. backward drops the oldest tensor while it is stored; 2. the next three are stored; 3. the oldest of these leaves."""
     left: list[Any] = []
-    departures = Departures(left.append)
+    departures = Departures(left.append, left.append)
     departures.limit = 100
     regions = [
         SimpleNamespace(
@@ -129,7 +129,7 @@ def test_a_released_head_delays_no_departure() -> None:
 
 def test_a_part_departs_when_the_tape_has_moved_on_also_where_nothing_else_is_stored() -> None:
     left: list[Any] = []
-    departures = Departures(left.append)
+    departures = Departures(left.append, left.append)
     departures.limit = 200
     transfer = SimpleNamespace(state=State.STORING, keep_resident=False, rest=object(), saved_before=0)
     region: Any = SimpleNamespace(nbytes=100, on_device=True, freed=lambda: False, transfer=transfer)
@@ -148,21 +148,21 @@ def test_no_device_memory_ahead_of_need_is_no_error(
     x, loss = chain(runtime)
     settled(runtime)
     prefetcher: Any = engine.prefetcher
-    advance, load_target = prefetcher._advance, engine.device.load_target
+    bring, load_target = prefetcher._bring, engine.device.load_target
     refused: list[int] = []
 
     def none_left(nbytes: int) -> torch.Tensor:
         refused.append(nbytes)
         raise torch.OutOfMemoryError("none left")
 
-    def advance_without_memory(tape: Any) -> None:
+    def bring_without_memory() -> None:
         monkeypatch.setattr(engine.device, "load_target", none_left)
         try:
-            advance(tape)
+            bring()
         finally:
             monkeypatch.setattr(engine.device, "load_target", load_target)
 
-    prefetcher._advance = advance_without_memory
+    prefetcher._bring = bring_without_memory
     loss.backward()
     assert refused, "nothing was tried ahead of need"
     assert torch.equal(x.grad, expected())

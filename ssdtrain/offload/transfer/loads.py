@@ -48,12 +48,20 @@ class Loads:
         """Released, but an operation still uses their memory."""
 
     def begin(self, region: Region, *, on_demand: bool) -> bool:
-        """STORED -> LOADING. False: no buffer now.
+        """STORED -> LOADING, or LOADED at once where it is pinned. False: no buffer now.
 
         A load that backward asked for never waits for a buffer that only backward frees: it drops what was prefetched,
         the last needed first, and where that is not enough it allocates outside of the arena. It waits (False) for a buffer
         that comes back by itself: `Transfer.returning`.
         """
+        transfer = region.transfer
+        if transfer.pinned:
+            arrival = self.transfer.copy_back(region)
+            transfer.arrived(arrival)
+            transfer.event = arrival.event
+            transfer.state = State.LOADED
+            self.metrics.loaded_bytes += transfer.moved_bytes
+            return True
         read = self._begin(region, on_demand)
         if read is None:
             if not on_demand or self.transfer.returning() is not None:
@@ -64,11 +72,11 @@ class Loads:
                 read = self.transfer.begin_load(region, on_demand=True, allow_unpooled=True)
                 self.metrics.outside_bytes += region.nbytes
         assert read is not None
-        region.transfer.read_began(read)
+        transfer.read_began(read)
         if on_demand:
             self._needed.add(region)
         else:
-            region.transfer.prefetched = True
+            transfer.prefetched = True
             self.prefetched_bytes += region.nbytes
             self._prefetched.append(region)
         return True
@@ -81,9 +89,9 @@ class Loads:
                 if not self._evict(in_place=True):
                     raise
 
-    def furthest_prefetched(self) -> Region:
-        """Return what was prefetched last, and not asked for since: where there are `prefetched_bytes`."""
-        return self._prefetched[-1]
+    def nearest_prefetched(self) -> Region:
+        """Return what was prefetched first, and not asked for since: where there are `prefetched_bytes`."""
+        return self._prefetched[0]
 
     def reserve_target(self, region: Region) -> None:
         """Have the device memory for a region whose load is under way. See Note: [Load targets]."""
@@ -159,7 +167,7 @@ class Loads:
         transfer = region.transfer
         copied_or_encoded = self.transfer.copies or transfer.payload is not None
         if copied_or_encoded and (transfer.loaded is not None or transfer.state is State.LOADED):
-            began = time.perf_counter()
+            began = 0.0 if transfer.loaded is not None else time.perf_counter()
             decoded = self.transfer.end_load(region)
             if decoded is not None:
                 self.metrics.count_codec(region.name, began)
