@@ -533,6 +533,9 @@ class OffloadEngine:
         """Return the end of the next copy that uses the arena; None: there is none, and the arena is closed."""
         with self._lock:
             self._drain()
-            if (passing := self.mover.transfer.passing()) is None:
-                self.buffers.close()
-            return passing
+            if (passing := self.mover.transfer.passing()) is not None:
+                return passing
+            arenas = self.buffers.close()
+        for arena in arenas:
+            arena.close()
+        return None

@@ -113,8 +113,10 @@ class TransferLimits:
                 arena = self._buffers.pin(nbytes, self._options.buffer_room)
                 if arena is not None:
                     with lock:
-                        self._buffers.adopt(arena)
+                        adopted = self._buffers.adopt(arena)
                         self._set_in_flight()
+                    if not adopted:
+                        arena.close()
 
     def _set_in_flight(self) -> None:
         if self._options.in_flight is not None:
