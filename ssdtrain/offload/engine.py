@@ -47,6 +47,7 @@ from ssdtrain.offload.transfer.gpudirect import GpuDirectTransfer
 from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.restore import Restorer
 from ssdtrain.offload.transfer.staged import StagedTransfer
+from ssdtrain.offload.transfer.targets import LoadTargets, NoTargetYet
 from ssdtrain.offload.transfer.transfer import DirectTransfer, Transfer
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
@@ -117,6 +118,11 @@ class OffloadEngine:
         self.coding = Coding(codec, options.rank, writes_pinned=staged and device.writes_pinned())
         transfer: Transfer = made(store, self.buffers, self.meter, self.coding, device, options.verified)
         self._copies = transfer.copies  # off a device with streams
+        self._targets = transfer.targets
+        if self._targets is not None:
+            self._targets.waits = (
+                made is GpuDirectTransfer
+            )  # which reads into them itself, as soon as it begins
         self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
         self._release = self.mover.release  # a region whose last handle is gone
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
@@ -366,8 +372,11 @@ class OffloadEngine:
                     self.prefetcher.begin(tape)
                 self._note_ends()
                 tape.asked(region, handle.ref.last_pass)
-                tensor = self._restorer.restore(handle)
-                self.prefetcher.run(tape, region.nbytes)
+                try:
+                    tensor, lacking = self._restorer.restore(handle), False
+                    self.prefetcher.run(tape, region.nbytes)
+                except NoTargetYet:
+                    tensor, lacking = None, True
                 if tensor is not None:
                     if entered is not None:
                         ended, from_tier = self.device.timestamp(), region.transfer.slot is not None
@@ -375,15 +384,33 @@ class OffloadEngine:
                     break
                 operation = region.transfer.operation
                 passing = self.mover.transfer.returning() if operation is None else None
+            if lacking:
+                waited = 0.0
+                self._targets.allocate(self._lock)  # type: ignore[union-attr]
+                continue
             began, cause = self.options.clock(), "event" if operation is None else "load"
             if operation is not None:
                 wait_for_load(operation, region, self.mover.loads, self._lock, PATIENCE)
             elif passing is not None:
                 self.device.block(passing)  # every buffer is in use by copies that are under way
             waited = self.options.clock() - began
-        if self._closed and self._copies:  # nobody looks later at the copy that uses the arena
-            closing.wait_for_copies(self._next_copy, self.device, PATIENCE)
+        if self._targets is not None:
+            if self._targets.missing:
+                self._prefetch_into_new_memory(tape, self._targets)
+            if self._closed:  # nobody looks later at the copy that uses the arena
+                closing.wait_for_copies(self._next_copy, self.device, PATIENCE)
         return tensor
+
+    def _prefetch_into_new_memory(self, tape: Tape, targets: LoadTargets) -> None:
+        """Go on with what found no memory ahead of its use: the allocator, which may wait for the device, is asked without the
+        lock. See `LoadTargets.allocate`."""
+        while targets.missing:
+            try:
+                targets.allocate(self._lock)
+            except torch.OutOfMemoryError:
+                return  # it is not needed yet; where backward asks for it, it is an error
+            with self._lock:
+                self.prefetcher.run(tape)
 
     # Between the two
 
@@ -432,6 +459,8 @@ class OffloadEngine:
                 tape.begin()
                 self.prefetcher.begin(tape)
                 self._note_ends()
+            if self._targets is not None and self._targets.missing:
+                self._prefetch_into_new_memory(tape, self._targets)
 
     def next_backward(self, tapes: list[Tape]) -> None:
         """Note whose backward follows the current one, in order: reads go on there when a tape runs out."""

@@ -16,6 +16,7 @@ import torch
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.tensors.region import Region, after_close, overwritten
 from ssdtrain.offload.transfer.state import Read, State
+from ssdtrain.offload.transfer.targets import NoTargetYet
 from ssdtrain.offload.transfer.transfer import Transfer
 from ssdtrain.storage import IOCancelled, SourceChanged
 
@@ -85,6 +86,8 @@ class Loads:
         while True:
             try:
                 return self.transfer.begin_load(region, on_demand=on_demand)
+            except NoTargetYet:
+                raise
             except torch.OutOfMemoryError:
                 if not self._evict(in_place=True):
                     raise
@@ -129,11 +132,13 @@ class Loads:
                 self.transfer.stop_in_place(error)
                 return False
             raise error
+        arrival = self.transfer.advance_load(
+            region
+        )  # before anything is counted: it may find no memory, and be tried again
         if self.metrics.spans is not None:
             self.metrics.count_transfer("loads", region, operation)
         if operation.digest:
             self.metrics.verified_bytes += transfer.moved_bytes
-        arrival = self.transfer.advance_load(region)
         if arrival is not None:
             transfer.arrived(arrival)
         transfer.operation = transfer.lease = None

@@ -17,6 +17,7 @@ import errno
 import logging
 import time
 from collections import deque
+from contextlib import nullcontext
 
 from ssdtrain.codecs import HEADER_BYTES, Codec
 from ssdtrain.offload.metrics import OffloadMetrics
@@ -411,7 +412,9 @@ class Mover:
         transfer = region.transfer
         self.stores.nbytes -= transfer.moved_bytes
         self._uncount(region)
-        recalled = transfer.loaded is not None or self.bring_back(region)
+        # Whoever has looked at the ends of stores cannot try it again.
+        with self.transfer.targets.waiting() if self.transfer.targets is not None else nullcontext():
+            recalled = transfer.loaded is not None or self.bring_back(region)
         self._close_write(region)
         transfer.stays_resident()
         assert recalled or region.in_tensor, "a failed store had let its bytes go"

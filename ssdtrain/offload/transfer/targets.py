@@ -20,6 +20,8 @@ stays here until the death of the alias has been noticed, and the events of its 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,10 +31,14 @@ from ssdtrain.device import Device, Event
 from ssdtrain.offload.tensors.geometry import ALIGNED
 from ssdtrain.offload.tensors.meter import ActivationMeter, SeenBuffer
 
-__all__ = ["LoadTargets", "Target"]
+__all__ = ["LoadTargets", "NoTargetYet", "Target"]
 
 SLACK = 2
 """Memory is used again for a target that needs at least this part of it."""
+
+
+class NoTargetYet(torch.OutOfMemoryError):
+    """There is no memory for a load before `LoadTargets.allocate` was called. What was to be loaded is as before."""
 
 
 class TargetMemory:
@@ -87,11 +93,17 @@ class LoadTargets:
         self._alive_bytes = self._pending_bytes = 0  # of their memory
         self._peak_bytes = 0  # the most of `_alive_bytes` since none was alive
         self._latest = 0  # bytes of the latest target
+        self.missing = 0
+        """Bytes of the memory that `allocate` is to make; 0: none."""
+        self.waits = True
+        """The allocator may be asked with the engine's lock held, which others then wait for."""
+        self._allocated: TargetMemory | None = None  # for the target that was missing
 
     def reserve(self, nbytes: int, lead: int = 0) -> Target:
         """Return a target of `nbytes` uninitialised bytes, whose address is `lead` modulo `ALIGNED`.
 
         Raises:
+            NoTargetYet: `allocate` has to make it.
             torch.OutOfMemoryError: there is no memory for it.
         """
         self._latest = nbytes + ALIGNED if lead else nbytes
@@ -108,6 +120,10 @@ class LoadTargets:
         return target
 
     def _dead_memory(self, nbytes: int) -> TargetMemory | None:
+        memory = self._allocated
+        if memory is not None and nbytes <= memory.nbytes <= SLACK * nbytes:
+            self._allocated = None
+            return memory
         for memory in self._pending:
             if nbytes <= memory.nbytes <= SLACK * nbytes:
                 self._pending.remove(memory)
@@ -120,11 +136,42 @@ class LoadTargets:
         if (memory := self._dead_memory(nbytes)) is not None:
             return memory
         self._trim(self._peak_bytes - self._alive_bytes - nbytes)
+        if not self.waits:
+            self.missing = nbytes
+            raise NoTargetYet
         try:
             return TargetMemory(self._device.load_target(nbytes))
         except torch.OutOfMemoryError:
             self._trim(-1)
             return TargetMemory(self._device.load_target(nbytes))
+
+    def allocate(self, lock: AbstractContextManager[object]) -> None:
+        """Make the memory that is missing. Called without the engine's lock, `lock`: to allocate may wait for the device.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        with lock:
+            nbytes, self.missing = self.missing, 0
+        if not nbytes:
+            return
+        try:
+            tensor = self._device.load_target(nbytes)
+        except torch.OutOfMemoryError:
+            with lock:
+                self._trim(-1)
+            tensor = self._device.load_target(nbytes)
+        with lock:
+            self._allocated = TargetMemory(tensor)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Ask the allocator with the engine's lock held, inside."""
+        before, self.waits = self.waits, True
+        try:
+            yield
+        finally:
+            self.waits = before
 
     def take(self, target: Target) -> torch.Tensor:
         """Return the tensor, which from now on is alive only while others hold it."""

@@ -22,7 +22,7 @@ from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.offload.transfer.rests import Rests
 from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read, Write
-from ssdtrain.offload.transfer.targets import Target
+from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
 
 __all__ = ["DirectTransfer", "Encoding", "Transfer", "address_of"]
@@ -37,6 +37,8 @@ class Transfer(Protocol):
     """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
     closed: bool
     """The engine is closed: what is in a tier does not come back any more."""
+    targets: LoadTargets | None
+    """Device memory that loads fill; None: the pool reads into the arena."""
 
     @property
     def unstaged(self) -> bool:
@@ -139,6 +141,7 @@ class DirectTransfer:
 
     copies = unstaged = False
     closed = False
+    targets: LoadTargets | None = None
     largest: int | None = None
 
     def __init__(
