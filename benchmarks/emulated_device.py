@@ -20,7 +20,8 @@ Figures of a row, and at the top the worst of all rows:
   say nothing of a large model.
 - `host_syncs`: calls in which a thread that trains waited for the device in the last steps, more than in the run without, by call
   and thread (`waits_more_than_keep`). Left out are waits for an event that code outside of SSDTrain asks for by
-  `torch.cuda.Event.synchronize`: DeepSpeed waits for a gather where the device is behind, which depends on time.
+  `torch.cuda.Event.synchronize`, whose modules `waits_of_others` counts, in the run without and with: ZeRO-3 waits for its
+  gathers where the device is behind, in forward and on autograd's thread, in both runs, as often as time has it.
   `back_pressure` are those in which the engine had no free buffer, whose seconds its metrics count; they are not in
   `host_syncs`.
 - `pageable_copies`: copies between the device and memory that is not pinned, again more than in the run without.
@@ -37,6 +38,7 @@ import json
 import os
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -72,16 +74,24 @@ Shape = dict[str, int]
 
 
 class EventWaits:
-    """Counts waits for events by `torch.cuda.Event.synchronize` that are not SSDTrain's."""
+    """Counts waits for events by `torch.cuda.Event.synchronize` that are not SSDTrain's.
+
+    Attributes:
+        waits: as `emulated_cuda.host_waits` names them, by thread.
+        callers: by the module that asked.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.waits: Counter[str] = Counter()
+        self.callers: Counter[str] = Counter()
         original = torch.cuda.Event.synchronize
 
         def synchronize(event: torch.cuda.Event) -> None:
             name = str(sys._getframe(1).f_globals.get("__name__", ""))
             if not name.startswith("ssdtrain") and not event.query():
-                self.count += 1
+                thread = Path(f"/proc/self/task/{threading.get_native_id()}/comm").read_text().strip()
+                self.waits[f"cudaEventSynchronize@{thread}"] += 1
+                self.callers[name] += 1
             original(event)
 
         torch.cuda.Event.synchronize = synchronize  # type: ignore[method-assign]
@@ -105,14 +115,15 @@ class Record:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         figures: dict[str, Any] = {"base": torch.cuda.memory_allocated()}
-        before, others = emulated_cuda.counts(), OTHERS.count
+        before, others, callers = emulated_cuda.counts(), OTHERS.waits.copy(), OTHERS.callers.copy()
 
         def ended() -> None:
             if "waits" in figures:
                 return
             after = emulated_cuda.counts()
             waits = Counter(emulated_cuda.host_waits(before, after, WORKERS))
-            figures["waits"] = waits - Counter({"cudaEventSynchronize@python": OTHERS.count - others})
+            figures["waits"] = waits - (OTHERS.waits - others)
+            figures["others"] = OTHERS.callers - callers
             figures["pageable"] = after.get("pageable copies", 0) - before.get("pageable copies", 0)
             torch.cuda.synchronize()
             figures["allocated"] = torch.cuda.max_memory_allocated()
@@ -326,17 +337,18 @@ def figures_of(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """The figures of a row, each of the rank for which it is worst."""
     rows = [_figures_of_rank(rank["keep"], rank["offload"]) for rank in ranks]
     more: Counter[str] = sum((more_waits(rank["keep"], rank["offload"]) for rank in ranks), Counter())
+    others = {way: sum((waits_of(rank[way], "others") for rank in ranks), Counter()) for way in ranks[0]}
     worst: dict[str, Any] = {name: max(row[name] for row in rows) for name in rows[0]}
     return (
         {"bits_equal": all(row["bits_equal"] for row in rows)}
         | {name: value for name, value in worst.items() if name != "bits_equal"}
-        | {"waits_more_than_keep": more}
+        | {"waits_more_than_keep": more, "waits_of_others": others}
     )
 
 
-def waits_of(run: dict[str, Any]) -> Counter[str]:
-    """Waits of the host in the last steps, by call and thread."""
-    return sum((Counter(step["waits"]) for step in run["steps"][-STEADY:]), Counter())
+def waits_of(run: dict[str, Any], figure: str = "waits") -> Counter[str]:
+    """Waits of the host in the last steps, by call and thread, or those of others by module."""
+    return sum((Counter(step[figure]) for step in run["steps"][-STEADY:]), Counter())
 
 
 def more_waits(keep: dict[str, Any], offload: dict[str, Any]) -> Counter[str]:

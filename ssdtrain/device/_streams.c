@@ -265,10 +265,12 @@ static PyObject *streams_copy(PyObject *self, PyObject *args) {
     int result = prepare(s, 1, &code);
     if (result < 0) return code ? failure(code) : NULL;
     if (result) Py_RETURN_NONE;
-    Py_ssize_t events = after ? PyList_Size(after) : 0;
+    Py_ssize_t events = after ? PySequence_Size(after) : 0;
     if (events < 0) return NULL;
     for (Py_ssize_t i = 0; i < events; i++) {
-        PyObject *event = PyList_GetItem(after, i);
+        PyObject *event = PySequence_GetItem(after, i);
+        if (!event) return NULL;
+        Py_DECREF(event); /* the caller's sequence holds it */
         if (Py_TYPE(event) != event_type) {
             PyErr_SetString(PyExc_TypeError, "a copy waits for events of `Streams`");
             return NULL;

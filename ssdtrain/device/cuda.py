@@ -89,13 +89,16 @@ class CudaDevice:
         return source.clone()
 
     def copy_to_host(self, source: int, target: int, nbytes: int) -> Event | None:
-        return self._copy(source, target, nbytes, TO_HOST, self._store, raw_current_stream(self._index))
+        request = source, target, nbytes, TO_HOST, self._store, raw_current_stream(self._index)
+        event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)
+        self._recent.append(event)
+        return event
 
     def copy_to_device(
         self, source: int, target: int, nbytes: int, after: Sequence[Event] = (), *, within: bool = False
     ) -> Event | None:
         kind = WITHIN if within else TO_DEVICE
-        return self._copy(source, target, nbytes, kind, self._load, NO_STREAM, [*after])
+        return self._copy(source, target, nbytes, kind, self._load, NO_STREAM, after)
 
     def _copy(self, *request: Any) -> Event:
         event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)

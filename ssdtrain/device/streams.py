@@ -6,6 +6,7 @@ from __future__ import annotations
 import ctypes
 import importlib
 import logging
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ssdtrain.device.interface import Event
@@ -62,7 +63,7 @@ class Streams(Protocol):
         kind: int,
         stream: int,
         producer: int = NO_STREAM,
-        after: list[Event] = [],  # noqa: B006
+        after: Sequence[Event] = (),
     ) -> Event | None:
         """Queue a copy of one of the kinds above on `stream`, behind all work of the stream `producer` so far and the events
         `after`. Returns the event behind it."""
@@ -153,7 +154,7 @@ class PythonStreams:
         kind: int,
         stream: int,
         producer: int = NO_STREAM,
-        after: list[Event] = [],  # noqa: B006
+        after: Sequence[Event] = (),
     ) -> Event | None:
         if not self._is_current():
             return None

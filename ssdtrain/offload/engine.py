@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,6 +47,7 @@ from ssdtrain.offload.transfer.gpudirect import GpuDirectTransfer
 from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.restore import Restorer
 from ssdtrain.offload.transfer.staged import StagedTransfer
+from ssdtrain.offload.transfer.targets import LoadTargets, NoTargetYet
 from ssdtrain.offload.transfer.transfer import DirectTransfer, Transfer
 from ssdtrain.profile.modules import ModuleNames
 from ssdtrain.profile.passes import PassRecorder
@@ -115,10 +116,13 @@ class OffloadEngine:
         tried = options.codec is not None and options.codec.automatic  # see `CodecTrial`
         codec = None if tried else options.codec
         self.coding = Coding(codec, options.rank, writes_pinned=staged and device.writes_pinned())
-        transfer: Transfer = made(
-            store, self.buffers, self.meter.see_own, self.coding, device, options.verified
-        )
+        transfer: Transfer = made(store, self.buffers, self.meter, self.coding, device, options.verified)
         self._copies = transfer.copies  # off a device with streams
+        self._targets = transfer.targets
+        if self._targets is not None:
+            self._targets.waits = (
+                made is GpuDirectTransfer
+            )  # which reads into them itself, as soon as it begins
         self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
         self._release = self.mover.release  # a region whose last handle is gone
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
@@ -223,25 +227,28 @@ class OffloadEngine:
         return self._pack(tape, tensor)
 
     def _pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
-        storage = tensor.untyped_storage()
+        storage, metrics = tensor.untyped_storage(), self.metrics
         began = self._timestamp() if self.recorder.active else None
         postponed = None
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            if self._copies and self.device.capturing():  # the next call does the rest, see `_drain`
-                self.metrics.saved_tensors += 1
-                self.meter.see(storage)
-                return Kept(tensor)
+            metrics.saved_tensors += 1
+            stream = None
+            if copies := self._copies:
+                if self.device.capturing():  # the next call does the rest, see `_drain`
+                    self.meter.see(storage)
+                    return Kept(tensor)
+                stream = self.device.current_stream()
             if not self._released.empty():
                 self._drain_released()
             # What is copied off a device leaves it at fixed points of the tape, not when its store has ended.
-            if not self._copies or self.metrics.saved_tensors % REAP_EVERY == 0:
+            if not copies or metrics.saved_tensors % REAP_EVERY == 0:
                 self.mover.reap()
             operator = operator_number()
             if tape.unstored and tape.unstored[-1].operator != operator:
-                postponed = self._starter.begin(tape, storage)
-            held = self._save(tape, tensor, storage, operator)
+                postponed = self._starter.begin(tape, stream, storage)
+            held = self._save(tape, tensor, storage, operator, stream)
         if postponed:
             for region in postponed:
                 self._starter.wait(region, self._lock)
@@ -257,10 +264,14 @@ class OffloadEngine:
             held.proof = prover.saved(tape.unproven, tensor)
 
     def _save(
-        self, tape: Tape, tensor: torch.Tensor, storage: torch.UntypedStorage, operator: int
+        self,
+        tape: Tape,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        operator: int,
+        stream: Any | None,
     ) -> Handle | Kept:
         metrics, eligible = self.metrics, self.eligible
-        metrics.saved_tensors += 1
         seen = self.meter.see(storage)
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
         if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
@@ -297,20 +308,20 @@ class OffloadEngine:
             self.prefetcher.largest = region.nbytes
         tape.append(region)
         if action.offload:
-            self._starter.add(tape, region)
+            self._starter.add(tape, region, stream)
         else:
             region.stays = action.stays
             self.mover.keep(region)
         return self._handle(region, tensor, extent)
 
     def _decide(self, tape: Tape, region: Region) -> Action:
+        policy = self.policy
         modules = self.modules.stack if self.modules.watching else ()
         if modules:
             region.module = modules[-1].name
-        policy = self.policy
         if type(policy) is AmountPolicy and policy.always is not None:
             return policy.always
-        return self.policy.decide(SavedTensorInfo(
+        return policy.decide(SavedTensorInfo(
             tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
         ))  # fmt: skip
 
@@ -342,8 +353,9 @@ class OffloadEngine:
         """Return the time at which a hook begins, where passes are recorded."""
         return self.device.timestamp() if self.recorder.active and not self.device.capturing() else None
 
-    def _unpack(self, held: Handle) -> torch.Tensor:
-        region = held.region
+    def _unpack(self, handle: Handle) -> torch.Tensor:
+        region = handle.region
+        tape = region.tape
         entered = self._timestamp() if self.recorder.active else None
         waited, cause = 0.0, ""
         while True:
@@ -351,38 +363,54 @@ class OffloadEngine:
                 if waited:
                     self.metrics.count_load_wait(cause, region.name, waited)
                 if region.changed():
-                    raise modified(held.geometry[0], held.geometry[1], region.probe._version, region.version)
-                tensor = self._try_unpack(held)
-                self.prefetcher.run(region.tape, region.nbytes)
+                    dtype, size, *_ = handle.geometry
+                    raise modified(dtype, size, region.probe._version, region.version)
+                if not self._released.empty():
+                    self._drain_released()
+                if tape.cursor is None:
+                    tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
+                    self.prefetcher.begin(tape)
+                self._note_ends()
+                tape.asked(region, handle.ref.last_pass)
+                try:
+                    tensor, lacking = self._restorer.restore(handle), False
+                    self.prefetcher.run(tape, region.nbytes)
+                except NoTargetYet:
+                    tensor, lacking = None, True
                 if tensor is not None:
                     if entered is not None:
                         ended, from_tier = self.device.timestamp(), region.transfer.slot is not None
-                        self.recorder.unpacked(region.tape, region.index, entered, ended, from_tier=from_tier)
+                        self.recorder.unpacked(tape, region.index, entered, ended, from_tier=from_tier)
                     break
                 operation = region.transfer.operation
                 passing = self.mover.transfer.returning() if operation is None else None
+            if lacking:
+                waited = 0.0
+                self._targets.allocate(self._lock)  # type: ignore[union-attr]
+                continue
             began, cause = self.options.clock(), "event" if operation is None else "load"
             if operation is not None:
                 wait_for_load(operation, region, self.mover.loads, self._lock, PATIENCE)
             elif passing is not None:
                 self.device.block(passing)  # every buffer is in use by copies that are under way
             waited = self.options.clock() - began
-        if self._closed and self._copies:  # nobody looks later at the copy that uses the arena
-            closing.wait_for_copies(self._next_copy, self.device, PATIENCE)
+        if self._targets is not None:
+            if self._targets.missing:
+                self._prefetch_into_new_memory(tape, self._targets)
+            if self._closed:  # nobody looks later at the copy that uses the arena
+                closing.wait_for_copies(self._next_copy, self.device, PATIENCE)
         return tensor
 
-    def _try_unpack(self, handle: Handle) -> torch.Tensor | None:
-        """Return the tensor if its bytes are in memory; else None, with their load under way."""
-        region = handle.region
-        tape = region.tape
-        if not self._released.empty():
-            self._drain_released()
-        if tape.cursor is None:
-            tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
-            self.prefetcher.begin(tape)
-        self._note_ends()
-        tape.asked(region, handle.ref.last_pass)
-        return self._restorer.restore(handle)
+    def _prefetch_into_new_memory(self, tape: Tape, targets: LoadTargets) -> None:
+        """Go on with what found no memory ahead of its use: the allocator, which may wait for the device, is asked without the
+        lock. See `LoadTargets.allocate`."""
+        while targets.missing:
+            try:
+                targets.allocate(self._lock)
+            except torch.OutOfMemoryError:
+                return  # it is not needed yet; where backward asks for it, it is an error
+            with self._lock:
+                self.prefetcher.run(tape)
 
     # Between the two
 
@@ -418,7 +446,7 @@ class OffloadEngine:
                 waits = self.metrics.store_wait_seconds, self.metrics.load_wait_seconds
                 self.policy.observe(ForwardProfile(tape.chunk, tape.microbatch, tape.nbytes, *waits))
                 if tape.unstored and not capturing:
-                    postponed = self._starter.begin(tape)
+                    postponed = self._starter.begin(tape, self.device.current_stream())
             self._starter.abandon(tape)
         for region in postponed:
             self._starter.wait(region, self._lock)
@@ -431,12 +459,14 @@ class OffloadEngine:
                 tape.begin()
                 self.prefetcher.begin(tape)
                 self._note_ends()
+            if self._targets is not None and self._targets.missing:
+                self._prefetch_into_new_memory(tape, self._targets)
 
     def next_backward(self, tapes: list[Tape]) -> None:
         """Note whose backward follows the current one, in order: reads go on there when a tape runs out."""
         if not self.forked:
             with self._lock:
-                self.prefetcher.next_tapes = tapes
+                self.prefetcher.follow(tapes)
 
     def drain(self) -> None:
         """Process what autograd dropped and what the drives have finished, and begin what was deferred."""
@@ -469,9 +499,9 @@ class OffloadEngine:
         while not released.empty():
             ref = released.next()
             region = ref.region
-            region.handles -= 1
             if ref.last_pass != region.last_pass:
                 region.pending_unpacks -= 1
+            region.handles -= 1
             if not region.handles:
                 self.meter.release(region)
                 self._release(region)
@@ -491,7 +521,7 @@ class OffloadEngine:
             self.mover.flush()
             self.buffers.close_returned()
             metrics = self.metrics.copy()
-            metrics.in_flight_bytes = self.mover.stores.under_way()
+            metrics.in_flight_bytes = self.mover.stores.under_way() + self.mover.departures.under_way()
             self.meter.write_to(metrics)
             metrics.buffer_bytes = self.buffers.counted_bytes
         self._released.look_again()
@@ -532,6 +562,9 @@ class OffloadEngine:
         """Return the end of the next copy that uses the arena; None: there is none, and the arena is closed."""
         with self._lock:
             self._drain()
-            if (passing := self.mover.transfer.passing()) is None:
-                self.buffers.close()
-            return passing
+            if (passing := self.mover.transfer.passing()) is not None:
+                return passing
+            arenas = self.buffers.close()
+        for arena in arenas:
+            arena.close()
+        return None

@@ -82,7 +82,7 @@ class OffloadMetrics(MetricSet):
     """Bytes of the arena of reusable buffers now. 0 on a GPU: there it is pinned host memory, which activations do not take."""
 
     storing_seconds: float = field(default=0.0, repr=False, compare=False)
-    """Time that training spent on beginning stores, without waits."""
+    """Time that training spent on beginning stores, without waits; measured where the host computes."""
 
     spans: Spans | None = field(default=None, repr=False, compare=False)
     """Also gets each wait and transfer; None: no trace is recorded.

@@ -37,10 +37,8 @@ class RangeAllocator:
         """The offset of a range of `nbytes` (rounded up), or None where no free range is that long."""
         length = -(-nbytes // self.alignment) * self.alignment or self.alignment  # `rounded`
         ready = self._ready.get(length)
-        if ready is not None:
+        if ready:
             start = ready.pop()
-            if not ready:
-                del self._ready[length]
         else:
             best = self._best(length)
             if best is None:
@@ -77,8 +75,9 @@ class RangeAllocator:
         self.used -= length
         ready = self._ready.get(length)
         if ready is None:
-            ready = self._ready[length] = []
-        ready.append(start)
+            self._ready[length] = [start]
+        else:
+            ready.append(start)
         return length
 
     def extend(self, nbytes: int) -> None:
@@ -107,7 +106,7 @@ class RangeAllocator:
         for length, starts in ready.items():
             for start in starts:
                 self._join(start, start + length)
-        return bool(ready)
+        return any(ready.values())
 
     def _join(self, start: int, end: int) -> None:
         before = self._starts.get(start)

@@ -129,6 +129,18 @@ class Arena:
                 self.peak = self._allocator.used
         return Lease(self, offset, self._map.address + offset + page_offset, nbytes)
 
+    def take(self, nbytes: int) -> int | None:
+        """Return the address of a free range of `nbytes`, or None. For the one owner of an arena, who calls this and `put_back`
+        with a lock of its own held, and takes no lease."""
+        offset = self._allocator.allocate(nbytes)
+        return None if offset is None else self._map.address + offset
+
+    def put_back(self, address: int, nbytes: int) -> None:
+        """Free a range that `take` returned."""
+        self._allocator.free(address - self._map.address)
+        if self._poison:
+            memory.fill(address, 0xFF, nbytes)
+
     @property
     def allocated(self) -> int:
         """Bytes currently leased, in multiples of 4096."""

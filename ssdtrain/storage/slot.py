@@ -1,8 +1,21 @@
 """A reserved range in one tier, and the state of its content."""
 
-from ssdtrain.storage.arena import Lease
+from operator import methodcaller
+from typing import Protocol
+
+from ssdtrain.storage import memory
 from ssdtrain.storage.errors import IOCancelled
 from ssdtrain.storage.pool import Operation
+
+_done = methodcaller("done")
+
+
+class DeviceEvent(Protocol):
+    """A point in the work of a device."""
+
+    def query(self) -> bool:
+        """Whether the device has come to it."""
+        ...
 
 
 class Slot:
@@ -13,46 +26,47 @@ class Slot:
         tier: "host" or "ssd".
         drive: index of the (first) drive; -1 in the host tier.
         address: of the bytes in the host tier, else 0.
+        pinned: a device copies to and from that memory itself: see `SpillStore.copied`.
     """
 
-    __slots__ = (
-        "_extents",
-        "_held",
-        "_lease",
-        "_operations",
-        "_writes",
-        "nbytes",
-    )
+    # As it is at first: the hook that reserves it sets none of them.
+    _writes: tuple[tuple[Operation, int], ...] = ()
+    """Writes, with their page offsets, that are not known to be cancelled."""
+    _operations: tuple[Operation, ...] = ()
+    _copied: DeviceEvent | None = None
+    """The last copy of a device to it or from it, once it is freed."""
 
-    def __init__(self, nbytes: int, extents: tuple[int, ...], lease: Lease | None) -> None:
+    def __init__(
+        self, nbytes: int, extents: tuple[int, ...], address: int = 0, *, pinned: bool = False
+    ) -> None:
         self.nbytes = nbytes
+        self.address = address
+        self.pinned = pinned
         self._extents = extents  # flat: queue, offset, length, ...
-        self._lease = lease
-        self._writes: tuple[
-            tuple[Operation, int], ...
-        ] = ()  # (write, its page offset), those not known to be cancelled
         self._held = [True]
-        self._operations: tuple[Operation, ...] = ()
 
     @property
     def tier(self) -> str:
-        return "ssd" if self._lease is None else "host"
+        return "host" if self.address else "ssd"
 
     @property
     def drive(self) -> int:
-        return self._extents[0] if self._lease is None else -1
-
-    @property
-    def address(self) -> int:
-        return 0 if self._lease is None else self._lease.address
+        return -1 if self.address else self._extents[0]
 
     def __repr__(self) -> str:
         return f"Slot({self.nbytes} bytes, {self.tier}{'' if self.drive < 0 else f' {self.drive}'})"
 
     def view(self) -> memoryview:
         """The bytes in the host tier, writable; the slot must be held meanwhile."""
-        assert self._lease is not None
-        return self._lease.view()
+        assert self.address
+        return memory.view(self.address, self.nbytes)
+
+    def unused(self) -> bool:
+        """Whether all transfers of a freed slot have ended."""
+        copied = self._copied
+        if copied is not None and not copied.query():
+            return False
+        return not self._operations or all(map(_done, self._operations))
 
     def record(self, operation: Operation, written_at: int | None) -> None:
         """Record a queued transfer; of a write, the address modulo 4096 that it writes from."""

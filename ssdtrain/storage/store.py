@@ -12,7 +12,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from operator import methodcaller
 from pathlib import Path
 
 from ssdtrain.storage import forks, memory
@@ -29,10 +28,8 @@ from ssdtrain.storage.signal_safe_lock import (
     signals_deferred,
 )
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
-from ssdtrain.storage.slot import Slot
+from ssdtrain.storage.slot import DeviceEvent, Slot
 from ssdtrain.storage.striping import StripedDrives
-
-_done = methodcaller("done")
 
 FREE_BATCH = 32
 """Freed slots that `free` collects before it drains them: one by one they cost backward more."""
@@ -95,9 +92,10 @@ class SpillStore:
         self._lock = make_signal_safe_lock()
         self._submitting = make_signal_safe_lock()
         self._freed: deque[Slot] = deque()
-        self._ending: list[Slot] = []
+        self._ending: deque[Slot] = deque()
         self._live_slots = self._live_bytes = 0
-        self._closed = False
+        self.closed = False
+        """No memory of the host tier may be touched any more."""
         self._generation = forks.generation()
         self._slabs: list[Slab] = []
         self._host: Arena | None = None
@@ -145,7 +143,7 @@ class SpillStore:
 
         Args:
             tier: "ssd": prefer a drive, and use the host tier only if no drive has room.
-            spare: bytes more of a slot that a device copies to (`is_pinned`).
+            spare: bytes more of a slot that a device copies to (`Slot.pinned`).
 
         Raises:
             StoreFull: no tier has room.
@@ -153,10 +151,10 @@ class SpillStore:
         """
         if nbytes < 0:
             raise ValueError(f"nbytes must not be negative, got {nbytes}")
-        if self._closed:
+        if self.closed:
             self._check_open()  # before the lock, which a thread of the parent may have held at a fork
         with self._lock:
-            if self._closed:
+            if self.closed:
                 self._check_open()
             if self._freed or self._ending:
                 self._drain()
@@ -228,15 +226,19 @@ class SpillStore:
 
     def flush(self) -> None:
         """Start deferred operations. Does nothing after close or in a forked child."""
-        if not self._closed and self._generation == forks.generation():
+        if not self.closed and self._generation == forks.generation():
             self.pool.flush()
 
     def directories(self, slot: Slot) -> list[Path]:
         """Where the bytes of a slot are; [] in the host tier."""
         return [] if slot.tier == "host" else [self._slabs[queue].directory for queue in slot._extents[::3]]
 
-    def free(self, slot: Slot) -> None:
-        """Cancel what has not started, and reuse the space when transfers in flight have ended. Idempotent, never blocks."""
+    def free(self, slot: Slot, copied: DeviceEvent | None = None) -> None:
+        """Cancel what has not started, and reuse the space when transfers in flight have ended. Idempotent, never blocks.
+
+        Args:
+            copied: the end of the last copy that a device makes to the memory of a pinned slot or from it.
+        """
         try:
             slot._held.pop()
         except IndexError:
@@ -245,6 +247,7 @@ class SpillStore:
             return
         for operation in slot._operations:
             operation.cancel()
+        slot._copied = copied
         self._freed.append(slot)
         # Note: [Free never blocks]
         if len(self._freed) >= FREE_BATCH and self._lock.acquire(blocking=False):
@@ -274,7 +277,7 @@ class SpillStore:
             # No thread changes them, and a thread of the parent may have held the lock
             return self._collect()
         with self._lock:
-            if not self._closed:
+            if not self.closed:
                 self._drain()
             self._transfers = transfers_since(self.pool.counters(), self.counted_from)
             return self._collect()
@@ -289,7 +292,7 @@ class SpillStore:
             return
         with self._lock:
             self._drain()
-            self._closed = True
+            self.closed = True
             self._live_slots = self._live_bytes = 0  # there are no files that they could be in
         self._shutdown()
 
@@ -301,27 +304,27 @@ class SpillStore:
 
     def after_fork(self) -> None:
         """Close the files in a forked child, so that the child does not keep their space allocated."""
-        self._closed = True
+        self.closed = True
         for slab in self._slabs:
             slab.close()
 
     def _check_open(self) -> None:
         forks.check(self._generation, "this store")
-        if self._closed:
+        if self.closed:
             raise StoreClosed("this spill store is closed")
 
     def _submit(
         self, slot: Slot, kind: int, address: int, event: int, defer: bool, checksum: int, digest: int
     ) -> Operation:
-        if self._closed:
+        if self.closed:
             self._check_open()
         if not slot._held:
             raise ValueError(f"{slot} was freed and cannot be used")
         if kind & 1:
             page_offset, checksum, digest = slot.readable_write()
         else:
-            page_offset = address % ALIGNMENT if kind == WRITE and slot._lease is None else 0
-        if slot._lease is not None:
+            page_offset = address % ALIGNMENT if kind == WRITE and not slot.address else 0
+        if slot.address:
             kind = COPY_OUT if kind == READ else COPY_IN
         request = Request(
             kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
@@ -340,48 +343,44 @@ class SpillStore:
             self, _close_parts, pool, self._slabs, self._host, self._pattern, self._filled
         )
 
-    def is_pinned(self, slot: Slot) -> bool:
-        """Whether a device copies to and from the memory of this slot itself: see `copied`."""
-        return self._pinned and slot._lease is not None
-
     @property
     def pins_all(self) -> bool:
-        """Whether that holds for every slot: there are no drives."""
+        """Whether a device copies to and from every slot itself (`Slot.pinned`): there are no drives."""
         return self._pinned and not self._slabs
 
-    @property
-    def closed(self) -> bool:
-        return self._closed  # and no memory of the host tier may be touched
-
-    def copied(self, slot: Slot, operation: Operation, *, into: bool) -> None:
-        """`operation` fills the memory of a pinned slot of the host tier (`into`), or reads it. It is not reused before."""
-        slot.record(operation, 0 if into else None)
-        self._copied[0 if into else 1] += operation.nbytes
+    def copied(self, nbytes: int, *, into: bool) -> None:
+        """A device copies `nbytes` to a pinned slot of the host tier (`into`), or from it. Its memory is not used again before
+        the event that `free` is given, nor before the operations that the slot has recorded have ended."""
+        self._copied[0 if into else 1] += nbytes
 
     def _reserve_host(self, nbytes: int) -> Slot | None:
         if self._host is None:
             return None
-        lease = self._host.acquire(nbytes)
-        return None if lease is None else Slot(nbytes, (len(self._slabs), lease.address, nbytes), lease)
+        address = self._host.take(nbytes)
+        if address is None:
+            return None
+        return Slot(nbytes, (len(self._slabs), address, nbytes), address, pinned=self._pinned)
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:
         if len(self._slabs) > 1 and self._drives.window_over:
             self._drives.observe(self.pool.counters()[0])
         extents = self._drives.reserve(nbytes)
-        return None if extents is None else Slot(nbytes, extents, None)
+        return None if extents is None else Slot(nbytes, extents)
 
     def _drain(self) -> None:
+        ending, host = self._ending, self._host
         while self._freed:
-            self._ending.append(self._freed.popleft())
-        if not self._ending or self._closed:
+            ending.append(self._freed.popleft())
+        if self.closed:
             return
-        for slot in tuple(self._ending):
-            if not all(map(_done, slot._operations)):
+        for _ in range(len(ending)):
+            # Off before its space is freed: an exception of a signal handler may interrupt this; it must not be freed twice.
+            slot = ending.popleft()
+            if not slot.unused():
+                ending.append(slot)
                 continue
-            # Before its space is freed: an exception of a signal handler may interrupt this, and space must not be freed twice.
-            self._ending.remove(slot)
-            if slot._lease is not None:
-                slot._lease.release()
+            if slot.address and host is not None:
+                host.put_back(slot.address, slot.nbytes)
             else:
                 self._drives.release(slot._extents)
             self._live_slots -= 1

@@ -59,14 +59,18 @@ def load_without_wait(device: Any) -> None:
 
 
 def event_before_the_copy(device: Any) -> None:
-    original = device._copy
+    def recorded_first(call: str, stream: str) -> None:
+        original = getattr(device, call)
 
-    def copy(self: Any, source: int, target: int, nbytes: int, kind: int, stream: int, *waits: Any) -> Any:
-        event = self._recorded(stream)
-        original(self, source, target, nbytes, kind, stream, *waits)
-        return event
+        def copy(self: Any, *arguments: Any, **named: Any) -> Any:
+            event = self._recorded(getattr(self, stream))
+            original(self, *arguments, **named)
+            return event
 
-    device._copy = copy
+        setattr(device, call, copy)
+
+    recorded_first("copy_to_host", "_store")
+    recorded_first("copy_to_device", "_load")
 
 
 REMOVALS: dict[str, Callable[[Any], None]] = {

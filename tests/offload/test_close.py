@@ -356,7 +356,7 @@ def test_a_finalizer_may_close_inside_of(
             _ = store.metrics
     assert OUTCOMES == [True], "the finalizer was to run inside of a section, and to raise nothing"
     runtime.close()
-    assert engine._closed and store._closed
+    assert engine._closed and store.closed
     assert not any(thread.name == "ssdtrain-close" for thread in threading.enumerate())
 
 

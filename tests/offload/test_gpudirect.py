@@ -203,7 +203,7 @@ def test_memory_that_is_not_there_ahead_of_need_is_no_error(
             monkeypatch.setattr(engine.device, "load_target", load_target)
 
     engine.mover.transfer.begin_load = begin_load
-    engine.prefetcher._advance = lambda tape: None
+    engine.prefetcher._bring = lambda: True
     loss.backward()
     assert torch.equal(x.grad, expected())
 

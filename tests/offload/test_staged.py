@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime:
     with engine._lock:
         assert mover.loads.begin(last, on_demand=False)
     last.transfer.operation.wait(60)
-    with engine._lock:
+    with engine._lock, mover.transfer.targets.waiting():
         mover.loads.end(last)
         engine.buffers.acquire = lambda nbytes, lead=0: None
         assert mover.loads.begin(first, on_demand=True)
@@ -109,7 +110,7 @@ def test_the_kernels_of_a_codec_are_compiled_when_the_engine_is_made(
 def test_a_released_head_delays_no_departure() -> None:
     """1. backward drops the oldest tensor while it is stored; 2. the next three are stored; 3. the oldest of these leaves."""
     left: list[Any] = []
-    departures = Departures(left.append)
+    departures = Departures(left.append, left.append)
     departures.limit = 100
     regions = [
         SimpleNamespace(
@@ -129,7 +130,7 @@ def test_a_released_head_delays_no_departure() -> None:
 
 def test_a_part_departs_when_the_tape_has_moved_on_also_where_nothing_else_is_stored() -> None:
     left: list[Any] = []
-    departures = Departures(left.append)
+    departures = Departures(left.append, left.append)
     departures.limit = 200
     transfer = SimpleNamespace(state=State.STORING, keep_resident=False, rest=object(), saved_before=0)
     region: Any = SimpleNamespace(nbytes=100, on_device=True, freed=lambda: False, transfer=transfer)
@@ -147,25 +148,54 @@ def test_no_device_memory_ahead_of_need_is_no_error(
     engine = runtime.engine
     x, loss = chain(runtime)
     settled(runtime)
-    prefetcher: Any = engine.prefetcher
-    advance, load_target = prefetcher._advance, engine.device.load_target
+    prefetch, load_target = engine._prefetch_into_new_memory, engine.device.load_target
     refused: list[int] = []
 
     def none_left(nbytes: int) -> torch.Tensor:
         refused.append(nbytes)
         raise torch.OutOfMemoryError("none left")
 
-    def advance_without_memory(tape: Any) -> None:
+    def prefetch_without_memory(*arguments: Any) -> None:
         monkeypatch.setattr(engine.device, "load_target", none_left)
         try:
-            advance(tape)
+            prefetch(*arguments)
         finally:
             monkeypatch.setattr(engine.device, "load_target", load_target)
 
-    prefetcher._advance = advance_without_memory
+    monkeypatch.setattr(engine, "_prefetch_into_new_memory", prefetch_without_memory)
     loss.backward()
     assert refused, "nothing was tried ahead of need"
     assert torch.equal(x.grad, expected())
+
+
+def test_other_threads_go_on_while_memory_for_a_load_is_allocated(
+    make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allocator may have to wait for the device, ahead of the use of a tensor and where backward asks for it."""
+    runtime = make_runtime(STAGED, prefetch=0)
+    engine = runtime.engine
+    free: list[bool] = []
+    load_target = engine.device.load_target
+
+    def take() -> None:
+        free.append(engine._lock.acquire(blocking=False))
+        if free[-1]:
+            engine._lock.release()
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+        return load_target(nbytes)
+
+    monkeypatch.setattr(engine.device, "load_target", allocate)
+    for ahead in (0, 1 << 20):
+        x, loss = chain(runtime)
+        settled(runtime)
+        engine.prefetcher.limit, before = ahead, len(free)
+        loss.backward()
+        assert torch.equal(x.grad, expected())
+        assert len(free) > before and all(free)
 
 
 def test_a_store_that_fails_after_close_leaves_its_bytes_where_they_are(make_runtime: MakeRuntime) -> None:

@@ -160,18 +160,18 @@ def test_what_was_brought_back_is_let_go_with_the_graph_while_the_drive_still_wr
 
 
 def test_a_closed_engine_begins_no_copy_from_a_pinned_host_tier() -> None:
-    """1. tensors are being loaded from it; 2. the engine closes, and waits for copies; 3. backward; 4. the tier is unmapped."""
+    """1. tensors are there; 2. the engine closes, and waits for copies; 3. backward; 4. the tier is unmapped."""
     streams = Streams(host_bytes=16 * MiB)
     held = [streams.save(streams.make(number + 1)) for number in range(32)]
     streams.engine.finish_forward(streams.tape)
     streams.device.synchronize()
     streams.engine.drain()
     streams.engine.prefetch(streams.tape)
-    loading = [one for one in held if one.region.transfer.state is State.LOADING]
-    assert loading
+    stored = [one for one in held if one.region.transfer.state is State.STORED]
+    assert stored
     streams.engine.close()
     with pytest.raises(RuntimeError, match="after the offload engine was closed"):
-        streams.engine.unpack(loading[0])
+        streams.engine.unpack(stored[0])
     assert streams.engine.mover.transfer.passing() is None
     streams.machine.close()
 

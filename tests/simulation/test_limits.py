@@ -89,7 +89,7 @@ def test_limits_follow_what_operators_save(
 ) -> None:
     seen: list[int] = []
     close = Buffers.close
-    monkeypatch.setattr(Buffers, "close", lambda self: (seen.append(self.capacity), close(self)))
+    monkeypatch.setattr(Buffers, "close", lambda self: seen.append(self.capacity) or close(self))
     engine = engine_after(layers, **options)
     assert (seen[0], engine.mover.stores.limit) == (arena, in_flight)
     assert engine.metrics.kept_late_bytes == 0, "a tensor found no room"
@@ -240,6 +240,27 @@ def test_other_threads_go_on_while_an_arena_is_pinned(
     finally:
         engine.close()
         store.close()
+
+
+def test_other_threads_go_on_while_the_arena_is_unpinned_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To unpin memory waits for the device."""
+    made, free = Machine(400e6, [(1e9, 1e9)]), []
+
+    def take() -> None:
+        free.append(engine._lock.acquire(blocking=False))
+        if free[-1]:
+            engine._lock.release()
+
+    def unregister() -> None:
+        other = threading.Thread(target=take)
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(made.device, "host_register", lambda: lambda address, nbytes: unregister)
+    engine = made.engine(EngineOptions(min_bytes=1024, buffer=4 * MiB, staged=True))
+    engine.close()
+    made.close()
+    assert free == [True]
 
 
 @pytest.mark.parametrize("kind", [OSError, MemoryError, torch.cuda.CudaError])

@@ -7,6 +7,7 @@ import gc
 
 import torch
 
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.offload.transfer.targets import LoadTargets
 from tests.support.simulated.device import SimulatedDevice, Stream
 from tests.support.simulated.timeline import Timeline
@@ -14,21 +15,21 @@ from tests.support.simulated.timeline import Timeline
 
 def made() -> tuple[SimulatedDevice, LoadTargets]:
     device = SimulatedDevice(Timeline(), pcie=1e6, launch_seconds=0.0)
-    return device, LoadTargets(device)
+    return device, LoadTargets(device, ActivationMeter())
 
 
 def test_the_next_copy_waits_for_who_used_the_memory_before() -> None:
     device, targets = made()
     first = targets.reserve(1024)
     tensor = targets.take(first)
-    targets.hand_out(first)
+    first.streams.append(device.current_stream())
     device.compute.work(1.0)
     del tensor
     second = targets.reserve(1024)
-    assert second.block.data_ptr() == first.block.data_ptr() and len(second.awaited) == 1
-    assert not second.awaited[0].query()
+    assert second.memory.address == first.memory.address and len(second.memory.awaited) == 1
+    assert not second.memory.awaited[0].query()
     device.synchronize()
-    assert second.awaited[0].query()
+    assert second.memory.awaited[0].query()
 
 
 def test_the_next_copy_waits_for_every_stream_that_was_handed_the_memory() -> None:
@@ -38,16 +39,16 @@ def test_the_next_copy_waits_for_every_stream_that_was_handed_the_memory() -> No
     device.streams.append(side)
     first = targets.reserve(1024)
     tensor = targets.take(first)
-    targets.hand_out(first)
+    first.streams.append(device.current_stream())
     with device.stream(side):
-        targets.hand_out(first)
+        first.streams.append(device.current_stream())
         side.work(2.0)
     device.compute.work(1.0)
     del tensor
     second = targets.reserve(1024)
-    assert second.block.data_ptr() == first.block.data_ptr()
+    assert second.memory.address == first.memory.address
     zeros, tensor = torch.zeros(1024, dtype=torch.uint8), targets.take(second)
-    event = device.copy_to_device(zeros.data_ptr(), tensor.data_ptr(), 1024, second.awaited)
+    event = device.copy_to_device(zeros.data_ptr(), tensor.data_ptr(), 1024, second.memory.awaited)
     device.synchronize()
     assert event.when is not None and event.when >= 2.0
 
@@ -56,14 +57,14 @@ def test_a_target_that_is_given_up_leaves_its_waits_to_the_next() -> None:
     device, targets = made()
     first = targets.reserve(1024)
     tensor = targets.take(first)
-    targets.hand_out(first)
+    first.streams.append(device.current_stream())
     device.compute.work(1.0)
     del tensor
     second = targets.reserve(1024)
     second.tensor = None  # never copied into
     third = targets.reserve(1024)
-    assert third.block.data_ptr() == first.block.data_ptr()
-    assert third.awaited and not any(event.query() for event in third.awaited)
+    assert third.memory.address == first.memory.address
+    assert third.memory.awaited and not any(event.query() for event in third.memory.awaited)
 
 
 def test_what_is_given_up_is_free_again() -> None:
@@ -74,7 +75,7 @@ def test_what_is_given_up_is_free_again() -> None:
         del target
     gc.collect()
     targets.reserve(1024)
-    assert len(targets._alive) == 1 and not targets._pending
+    assert targets._alive_bytes == 1024 and not targets._pending
     free = sum(len(blocks) for (stream, _), blocks in device._free.items() if stream is device.load)
     assert free == 0, "one block was enough"
 
@@ -86,7 +87,7 @@ def test_memory_that_a_kernel_reads_does_not_leave_the_process() -> None:
         target = targets.reserve(1024)
         tensor = targets.take(target)
         tensor.fill_(7)
-        targets.hand_out(target)
+        target.streams.append(device.current_stream())
         address, found = tensor.data_ptr(), []
         device.compute.work(1.0, end=lambda at=address, to=found: to.append(ctypes.string_at(at, 1024)))
         del tensor
@@ -101,13 +102,13 @@ def test_memory_is_used_again_only_for_what_needs_most_of_it() -> None:
     device, targets = made()
     first = targets.reserve(8192)
     tensor = targets.take(first)
-    targets.hand_out(first)
+    first.streams.append(device.current_stream())
     device.compute.work(1.0)
     address = tensor.data_ptr()
     del tensor
     small, large = targets.reserve(4095), targets.reserve(4096)
-    assert small.block.data_ptr() != address and not small.awaited
-    assert large.block.data_ptr() == address and len(large.awaited) == 1
+    assert small.memory.address != address and not small.memory.awaited
+    assert large.memory.address == address and len(large.memory.awaited) == 1
     assert large.tensor is not None and large.tensor.untyped_storage().nbytes() == 4096
 
 
@@ -115,12 +116,12 @@ def test_memory_that_is_out_of_use_serves_the_next_load_while_loads_go_on() -> N
     _, targets = made()
     first, second = targets.reserve(4096), targets.reserve(4096)
     loaded = [targets.take(first), targets.take(second)]
-    addresses = {first.block.data_ptr(), second.block.data_ptr()}
+    addresses = {first.memory.address, second.memory.address}
     # 1. One dies, and nothing uses its memory: the next load gets it.
     del loaded[0], first
     targets.note_deaths()
     third = targets.reserve(4096)
-    assert third.block.data_ptr() in addresses
+    assert third.memory.address in addresses
     loaded.append(targets.take(third))
     # 2. Memory of another size is not kept for it.
     logits = targets.take(targets.reserve(1 << 20))
@@ -131,4 +132,4 @@ def test_memory_that_is_out_of_use_serves_the_next_load_while_loads_go_on() -> N
     # 3. Nor is any where no load goes on.
     loaded.clear()
     targets.note_deaths()
-    assert not targets._pending and not targets._alive
+    assert not targets._pending and not targets._alive_bytes

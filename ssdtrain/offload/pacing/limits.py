@@ -69,24 +69,24 @@ class TransferLimits:
         self._buffers = mover.transfer.buffers
         self._largest_operator = 0
         self._usual_operator = 0  # the largest that is the second largest of its forward
-        self._largest_tape = 0
+        self.largest_tape = 0
+        """Bytes of the largest so far."""
         self._wanted = 0  # bytes that the arena should have
         self._missing = 0  # bytes that it is to have now: see `grow`
         self._growing = threading.Lock()  # one thread at a time makes an arena
         self._set_in_flight()
 
     def saw(self, tape: Tape, operator_bytes: int, largest: int) -> None:
-        """An operator of `tape` has ended, which saved `operator_bytes` that are stored, `largest` in one tensor."""
-        if operator_bytes <= tape.second_operator and tape.nbytes <= self._largest_tape:
-            return
+        """An operator of `tape` has ended, which saved `operator_bytes` that are stored, `largest` in one tensor. Nothing follows
+        from it where that is no more than `Tape.second_operator`, and the tape no more than `largest_tape`."""
         if operator_bytes > tape.second_operator:
             first = max(tape.largest_operator, operator_bytes)
             tape.second_operator = min(tape.largest_operator, operator_bytes)
             tape.largest_operator = first
         self._largest_operator = max(self._largest_operator, operator_bytes)
-        self._largest_tape = max(self._largest_tape, tape.nbytes)
+        self.largest_tape = max(self.largest_tape, tape.nbytes)
         self._usual_operator = max(self._usual_operator, tape.second_operator)
-        self._mover.departures.limit = max(2 * self._usual_operator, int(DEVICE_SHARE * self._largest_tape))
+        self._mover.departures.limit = max(2 * self._usual_operator, int(DEVICE_SHARE * self.largest_tape))
         self._wanted = max(4 * self._usual_operator, largest)
         if largest > self._buffers.capacity:
             self._missing = max(self._missing, largest)
@@ -113,8 +113,10 @@ class TransferLimits:
                 arena = self._buffers.pin(nbytes, self._options.buffer_room)
                 if arena is not None:
                     with lock:
-                        self._buffers.adopt(arena)
+                        adopted = self._buffers.adopt(arena)
                         self._set_in_flight()
+                    if not adopted:
+                        arena.close()
 
     def _set_in_flight(self) -> None:
         if self._options.in_flight is not None:
@@ -215,12 +217,14 @@ class Departures:
 
     Args:
         depart: lets the stream of a region wait for its copy and empties the tensor, or lets go of the payload.
+        stay: lets a pinned region stay, whose copy has ended when backward is near.
     """
 
-    def __init__(self, depart: Callable[[Region], None]) -> None:
+    def __init__(self, depart: Callable[[Region], None], stay: Callable[[Region], None]) -> None:
         self.limit = 0
         """Bytes of stores that may still be on the device when the next one begins."""
         self._depart = depart
+        self._stay = stay
         self._regions: deque[Region] = deque()
         self._bytes = 0
         self.parting: list[Region] = []
@@ -246,8 +250,8 @@ class Departures:
         for region in self.parting:
             if _on_its_way(region) and saved - region.transfer.saved_before <= self.limit:
                 staying.append(region)
-            elif _on_its_way(region):
-                self._let_go(region)
+            elif _on_its_way(region) and not region.transfer.keep_resident:
+                self._depart(region)
         self.parting = staying
 
     def _add_whole(self, region: Region) -> None:
@@ -261,13 +265,34 @@ class Departures:
                 return
             regions.popleft()
             self._bytes -= oldest.nbytes
-            if leaves:
-                self._let_go(oldest)
+            if leaves and not oldest.transfer.keep_resident:
+                self._depart(oldest)
 
-    def _let_go(self, region: Region) -> None:
-        # One whose owner has freed it is seen to when its store ends.
-        if not region.transfer.keep_resident and not region.freed():
+    def under_way(self) -> int:
+        """Return bytes of pinned regions that have not left."""
+        pinned = (region for region in (*self._regions, *self.parting) if region.transfer.pinned)
+        return sum(region.transfer.moved_bytes for region in pinned if _on_its_way(region))
+
+    def reap(self) -> None:
+        """Process those at the head that are pinned and whose copies have ended. Cheap when none has."""
+        regions = self._regions
+        while regions and self._ended(regions[0]):
+            self._bytes -= regions.popleft().nbytes
+        if self.parting:
+            self.parting = [region for region in self.parting if not self._ended(region)]
+
+    def _ended(self, region: Region) -> bool:
+        """False: it is on its way, and may leave only in its turn."""
+        transfer = region.transfer
+        if not _on_its_way(region):
+            return True
+        if not transfer.pinned or (transfer.event is not None and not transfer.event.query()):
+            return False
+        if transfer.keep_resident:
+            self._stay(region)
+        else:
             self._depart(region)
+        return True
 
 
 def _on_its_way(region: Region) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 
@@ -91,7 +92,9 @@ class StoreStarter:
     ) -> None:
         self.closed = False
         self._mover = mover
+        self._stores, self._departures = mover.stores, mover.departures
         self._copies = mover.transfer.copies
+        self._computes = device.kind == "cpu"  # the host does, and the time of a hook is missing there
         self._metrics = metrics
         self._meter = meter
         self._device = device
@@ -102,39 +105,48 @@ class StoreStarter:
 
     # With the lock held
 
-    def add(self, tape: Tape, region: Region) -> None:
-        """Store `region`, which was saved just now, once its operator has ended."""
+    def add(self, tape: Tape, region: Region, stream: Any | None) -> None:
+        """Store `region`, which was saved just now on the current stream, `stream`, once its operator has ended."""
         if region.nbytes > self._largest:
             self._largest = region.nbytes
             self._mover.batch_bytes = min(TOGETHER, self._mover.stores.limit // 4, region.nbytes)
         if self._copies:
-            region.stream = self._device.current_stream()
-            if self._mover.departures.parting:
-                self._mover.departures.advance(self._metrics.saved_bytes)
+            region.stream = stream
+            if self._departures.parting:
+                self._departures.advance(self._metrics.saved_bytes)
         tape.unstored.append(region)
 
-    def begin(self, tape: Tape, following: torch.UntypedStorage | None = None) -> list[Region]:
+    def begin(
+        self, tape: Tape, stream: Any | None, following: torch.UntypedStorage | None = None
+    ) -> list[Region]:
         """Begin the stores of `tape`, whose operator has ended. Returns those that find no room now. While the current stream is
         captured this must not be called: nothing may be queued or asked of other streams meanwhile.
 
         Args:
+            stream: the current one.
             following: what the next operator saves first. It is in memory before the tensors leave that make room.
 
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        began = self._options.clock()
         regions, tape.unstored = tape.unstored, []
-        if following is not None and self._mover.stores.in_order:
+        began = self._options.clock() if self._computes else 0.0
+        if following is not None and self._stores.in_order:
             self._meter.see(following)
         if self._copies:
             nbytes = 0
             for region in regions:
                 nbytes += region.nbytes
-            self.limits.saw(tape, nbytes, self._largest)
-            self._device.wait_stream(regions[-1].stream)
-        postponed = [region for region in regions if not self._begin(region)]
-        self._metrics.storing_seconds += self._options.clock() - began
+            if nbytes > tape.second_operator or tape.nbytes > self.limits.largest_tape:
+                self.limits.saw(tape, nbytes, self._largest)
+            if regions[-1].stream != stream:
+                self._device.wait_stream(regions[-1].stream)
+        postponed = []
+        for region in regions:
+            if not self._begin(region):
+                postponed.append(region)
+        if self._computes:
+            self._metrics.storing_seconds += self._options.clock() - began
         return postponed
 
     def abandon(self, tape: Tape) -> None:
@@ -172,7 +184,7 @@ class StoreStarter:
         while True:
             with lock:
                 self._mover.reap()
-                oldest = self._mover.stores.oldest()
+                oldest = self._stores.oldest()
                 if not (full and oldest is not None) and self._begin(region):
                     return
                 full = full or self._mover.admits(region)

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
@@ -30,7 +30,7 @@ from ssdtrain.offload.metrics import OffloadMetrics
 if TYPE_CHECKING:
     from ssdtrain.offload.tensors.region import Region
 
-__all__ = ["ActivationMeter", "Peaks", "Seen"]
+__all__ = ["ActivationMeter", "Peaks", "Seen", "SeenBuffer"]
 
 
 class Peaks(NamedTuple):
@@ -44,14 +44,28 @@ class Peaks(NamedTuple):
 class Seen(weakref.ref[torch.UntypedStorage]):
     """A storage that is counted: under which key, with how many bytes, and the regions over it that autograd still needs."""
 
-    __slots__ = ("dead", "key", "nbytes", "own", "regions")
+    __slots__ = ("dead", "key", "nbytes", "regions")
 
+    own = False
+    """It would not be there if nothing left memory."""
     key: int
     nbytes: int
     regions: list[Region]
     dead: bool
-    own: bool
-    """A buffer of the engine, which would not be there if nothing left memory."""
+
+
+class SeenBuffer(Seen):
+    """A buffer of the engine."""
+
+    __slots__ = ()
+
+    own = True
+
+    def died(self) -> None:
+        """It has been taken off. Called with the engine's lock held."""
+
+
+SomeSeen = TypeVar("SomeSeen", bound=Seen)
 
 
 class ActivationMeter:
@@ -85,27 +99,27 @@ class ActivationMeter:
         """The most of `unoffloaded_bytes` since `reset_peak`."""
         return max(self._unoffloaded_before, self._unoffloaded_recent, self.unoffloaded_bytes)
 
-    def see(self, storage: torch.UntypedStorage, *, own: bool = False) -> Seen:
+    def see(self, storage: torch.UntypedStorage, kind: type[SomeSeen] = Seen) -> SomeSeen:  # type: ignore[assignment]
         """Count `storage` from now until it dies, if it is not counted already.
 
         Args:
-            own: a buffer of the engine, not what autograd saved.
+            kind: `Seen` of what autograd saved, or one of a buffer of the engine.
         """
         key = id(storage)
         known = self._seen.get(key)
         if known is not None:
             if known() is storage:
-                return known
+                return known  # type: ignore[return-value]
             # A dead storage's key, reused before its death was drained.
             self.drain()
         elif not self.settled():
             self.drain()  # what has died is not there together with this one
-        seen = self._seen[key] = Seen(storage, self._dead.put)
+        seen = self._seen[key] = kind(storage, self._dead.put)
         seen.key = key
         seen.nbytes = nbytes = storage.nbytes()
         seen.regions = []
-        seen.dead, seen.own = False, own
-        if not own:
+        seen.dead = False
+        if not kind.own:
             self.unoffloaded_bytes += nbytes
         self.live_bytes += nbytes
         if self.record:
@@ -114,7 +128,7 @@ class ActivationMeter:
 
     def see_own(self, storage: torch.UntypedStorage) -> None:
         """Count a buffer of the engine until it dies."""
-        self.see(storage, own=True)
+        self.see(storage, SeenBuffer)
 
     def release(self, region: Region) -> None:
         """Autograd needs this region no more."""
@@ -164,7 +178,9 @@ class ActivationMeter:
             del self._seen[seen.key]
             seen.dead = True
             self.live_bytes -= seen.nbytes
-            if not seen.regions and not seen.own:
+            if isinstance(seen, SeenBuffer):
+                seen.died()
+            elif not seen.regions:
                 self.unoffloaded_bytes -= seen.nbytes
             if self.record:
                 self._record()

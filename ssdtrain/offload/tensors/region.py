@@ -109,7 +109,8 @@ class Region:
         self.dtype = tensor.dtype
         # Of the storage of `tensor`, as it was at the last `capture`; 0: that was emptied.
         self.pointer = pointer
-        self.transfer = TransferState(nbytes)  # the mover's
+        self.transfer = transfer = TransferState()  # the mover's
+        transfer.moved_bytes = transfer.stored_bytes = nbytes
 
     @property
     def name(self) -> str:

@@ -82,21 +82,24 @@ class Tape:
 
     def asked(self, region: Region, last_pass: int | None) -> None:
         """Backward asks for a tensor of `region`, which it had in pass `last_pass`, if it is not None."""
-        again = last_pass is not None
-        if again and region.shared and last_pass == self.pass_number and region.pending_unpacks <= 0:
-            self.pass_number += 1  # it has had all of them in this one
         # Only the tensor of a region that was saved first says where backward is. Which one is asked for again is not known.
-        if region.index not in self.joined if again else region.pending_unpacks <= 1:
-            self.reached(region.index, again=again)
+        if last_pass is None:
+            if region.pending_unpacks <= 1:
+                self.reached(region.index)
+            return
+        if region.shared and last_pass == self.pass_number and region.pending_unpacks <= 0:
+            self.pass_number += 1  # it has had all of them in this one
+        if region.index not in self.joined:
+            self.reached(region.index, again=True)
 
-    def reached(self, index: int, *, again: bool) -> None:
+    def reached(self, index: int, *, again: bool = False) -> None:
         """Backward asks for what was saved of region `index` first; `again`: it had it before, so this is a new pass."""
-        if self.cursor is None:
-            self.cursor = len(self.regions)
-        if again and index > self.cursor:
+        cursor = self.cursor
+        if cursor is None or index < cursor:
+            self.cursor = index
+        elif again and index > cursor:
             self.pass_number += 1
             self.cursor = index
-        self.cursor = min(self.cursor, index)
 
     @property
     def end(self) -> int:
@@ -112,9 +115,10 @@ class Tape:
             other = regions[end] if end < count else None
         return end
 
-    def passed(self, index: int) -> bool:
-        """Return whether backward has had region `index`, or will not ask for it."""
-        return (self.cursor is None or index >= self.cursor) and index >= self.end
+    def passed(self, region: Region) -> bool:
+        """Return whether backward is past `region`, or that is released."""
+        index, cursor = region.index, self.cursor
+        return (cursor is not None and index >= cursor and index >= self.end) or self.regions[index] is None
 
     def coming(self) -> Iterator[Region]:
         """Regions that backward has not had, in the order in which it will ask: operators from the last one, and what each of

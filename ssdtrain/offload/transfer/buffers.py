@@ -146,16 +146,16 @@ class Buffers:
             )  # fmt: skip
             return None
 
-    def adopt(self, arena: Arena) -> None:
-        """Use `arena` from now on, unless these buffers were closed meanwhile. The one before stays in use: to unpin memory waits
-        for the device, where a collective may wait for another rank."""
+    def adopt(self, arena: Arena) -> bool:
+        """Use `arena` from now on. False: these buffers were closed meanwhile, and the caller closes it. The one before stays in
+        use: to unpin memory waits for the device, where a collective may wait for another rank."""
         if self._cannot_grow:
-            arena.close()
-            return
+            return False
         if self._arena is not None:
             self._smaller.append(self._arena)
         self._arena = arena
         self._count(arena.capacity)
+        return True
 
     def acquire(self, nbytes: int, lead: int = 0) -> Lease | None:
         """Return a buffer of `nbytes` whose address is `lead` modulo the I/O alignment, or None: full, or none made yet."""
@@ -178,12 +178,15 @@ class Buffers:
                 arena.close()
         self._outgrown = still
 
-    def close(self) -> None:
-        """Close the arenas. One of which a buffer is still in use is unmapped when that comes back."""
+    def close(self) -> list[Arena]:
+        """Hand out nothing any more. Returns pinned arenas, which the caller closes without the engine's lock: to unpin memory
+        waits for the device. One of which a buffer is still in use is unmapped when that comes back."""
         self._cannot_grow = True
-        self._outgrown = self._arenas()
-        for arena in self._outgrown:
+        arenas, self._outgrown, self._smaller, self._arena = self._arenas(), [], [], None
+        if self._meter is None:
+            return arenas
+        self._outgrown = arenas
+        for arena in arenas:
             arena.close()
-        self._smaller.clear()
-        self._arena = None
         self.close_returned()
+        return []

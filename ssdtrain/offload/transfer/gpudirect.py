@@ -83,7 +83,7 @@ class GpuDirectTransfer(StagedTransfer):
                     raise
                 return None  # it is not needed yet
         tensor = self.targets.take(target)
-        event = self.device.load_event(target.awaited)
+        event = self.device.load_event(target.memory.awaited)
         event = self._put_back(region, tensor) or event
         operation = self.store.transfer_device(
             transfer.slot, tensor.data_ptr(), into=False, after_event=self.device.event_handle(event)

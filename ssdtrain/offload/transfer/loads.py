@@ -16,6 +16,7 @@ import torch
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.tensors.region import Region, after_close, overwritten
 from ssdtrain.offload.transfer.state import Read, State
+from ssdtrain.offload.transfer.targets import NoTargetYet
 from ssdtrain.offload.transfer.transfer import Transfer
 from ssdtrain.storage import IOCancelled, SourceChanged
 
@@ -48,12 +49,20 @@ class Loads:
         """Released, but an operation still uses their memory."""
 
     def begin(self, region: Region, *, on_demand: bool) -> bool:
-        """STORED -> LOADING. False: no buffer now.
+        """STORED -> LOADING, or LOADED at once where it is pinned. False: no buffer now.
 
         A load that backward asked for never waits for a buffer that only backward frees: it drops what was prefetched,
         the last needed first, and where that is not enough it allocates outside of the arena. It waits (False) for a buffer
         that comes back by itself: `Transfer.returning`.
         """
+        transfer = region.transfer
+        if transfer.pinned:
+            arrival = self.transfer.copy_back(region)
+            transfer.arrived(arrival)
+            transfer.event = arrival.event
+            transfer.state = State.LOADED
+            self.metrics.loaded_bytes += transfer.moved_bytes
+            return True
         read = self._begin(region, on_demand)
         if read is None:
             if not on_demand or self.transfer.returning() is not None:
@@ -64,11 +73,11 @@ class Loads:
                 read = self.transfer.begin_load(region, on_demand=True, allow_unpooled=True)
                 self.metrics.outside_bytes += region.nbytes
         assert read is not None
-        region.transfer.read_began(read)
+        transfer.read_began(read)
         if on_demand:
             self._needed.add(region)
         else:
-            region.transfer.prefetched = True
+            transfer.prefetched = True
             self.prefetched_bytes += region.nbytes
             self._prefetched.append(region)
         return True
@@ -77,13 +86,15 @@ class Loads:
         while True:
             try:
                 return self.transfer.begin_load(region, on_demand=on_demand)
+            except NoTargetYet:
+                raise
             except torch.OutOfMemoryError:
                 if not self._evict(in_place=True):
                     raise
 
-    def furthest_prefetched(self) -> Region:
-        """Return what was prefetched last, and not asked for since: where there are `prefetched_bytes`."""
-        return self._prefetched[-1]
+    def nearest_prefetched(self) -> Region:
+        """Return what was prefetched first, and not asked for since: where there are `prefetched_bytes`."""
+        return self._prefetched[0]
 
     def reserve_target(self, region: Region) -> None:
         """Have the device memory for a region whose load is under way. See Note: [Load targets]."""
@@ -121,11 +132,13 @@ class Loads:
                 self.transfer.stop_in_place(error)
                 return False
             raise error
+        arrival = self.transfer.advance_load(
+            region
+        )  # before anything is counted: it may find no memory, and be tried again
         if self.metrics.spans is not None:
             self.metrics.count_transfer("loads", region, operation)
         if operation.digest:
             self.metrics.verified_bytes += transfer.moved_bytes
-        arrival = self.transfer.advance_load(region)
         if arrival is not None:
             transfer.arrived(arrival)
         transfer.operation = transfer.lease = None
@@ -159,7 +172,7 @@ class Loads:
         transfer = region.transfer
         copied_or_encoded = self.transfer.copies or transfer.payload is not None
         if copied_or_encoded and (transfer.loaded is not None or transfer.state is State.LOADED):
-            began = time.perf_counter()
+            began = 0.0 if transfer.loaded is not None else time.perf_counter()
             decoded = self.transfer.end_load(region)
             if decoded is not None:
                 self.metrics.count_codec(region.name, began)

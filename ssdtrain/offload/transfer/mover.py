@@ -2,8 +2,8 @@
 
 ```
 RESIDENT -> STORING -> STORED -> LOADING -> LOADED -> STORED ...
-    ^          |                                        |
-    +-cancelled+ failed, forwarded       RELEASED <-----+ from any state, when the last handle is gone
+    ^          |          +------ pinned ----^  |
+    +-cancelled+ failed, forwarded  RELEASED <--+ from any state, when the last handle is gone
     +- STAGED -+ cancelled after the tensor was released, or kept encoded
 ```
 
@@ -17,6 +17,7 @@ import errno
 import logging
 import time
 from collections import deque
+from contextlib import nullcontext
 
 from ssdtrain.codecs import HEADER_BYTES, Codec
 from ssdtrain.offload.metrics import OffloadMetrics
@@ -58,7 +59,7 @@ class Mover:
         self.store = store
         self.transfer = transfer
         self.metrics = metrics
-        self.departures = Departures(self._depart)
+        self.departures = Departures(self._depart, self._stay)
         self.loads = Loads(transfer, metrics)
         self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
         self.defers = True  # they may
@@ -95,7 +96,7 @@ class Mover:
         Raises:
             StoreFull: no room, and `raise_when_full`.
         """
-        transfer = region.transfer
+        transfer, metrics = region.transfer, self.metrics
         if (region.pointer + region.start) % ALIGNED:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
         if transfer.codec is not None and transfer.payload is None:  # else there was no room
@@ -108,10 +109,31 @@ class Mover:
             if transfer.rest is None:  # no memory for it: it leaves whole
                 transfer.moved_bytes = transfer.stored_bytes = region.nbytes
         try:
-            transfer.slot = self._reserve(region)
+            slot = transfer.slot = self._reserve(region)
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
+        nbytes = transfer.moved_bytes
+        if slot.pinned and transfer.payload is None:
+            transfer.event, transfer.pinned = self.transfer.copy_out(region), True
+            transfer.state = State.STORING
+        elif not self._begin_write(region):
+            return False
+        metrics.offloaded_bytes += nbytes
+        if nbytes != region.nbytes:
+            metrics.kept_bytes += region.nbytes - nbytes
+        if transfer.payload is not None:
+            # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
+            region.empty_()
+            metrics.encoded_bytes += nbytes
+            metrics.payload_bytes += transfer.stored_bytes
+        if self.transfer.copies and not transfer.in_place:
+            self.departures.add(region, metrics.saved_bytes)
+        return True
+
+    def _begin_write(self, region: Region) -> bool:
+        """RESIDENT -> STORING. False: no staging buffer now."""
+        transfer = region.transfer
         nbytes = transfer.moved_bytes
         deferred = self._deferred + nbytes
         defer = self.defers and deferred <= self.batch_bytes
@@ -121,20 +143,9 @@ class Mover:
             self._free_slot(region)
             return False
         self._deferred = deferred if defer else 0
-        encoded = transfer.payload is not None
-        if encoded:
-            # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
-            region.empty_()
-            self.metrics.encoded_bytes += nbytes
-            self.metrics.payload_bytes += transfer.stored_bytes
         transfer.write_began(write)
         self.stores.nbytes += nbytes
         self.stores.append(region)
-        self.metrics.offloaded_bytes += nbytes
-        if nbytes != region.nbytes:
-            self.metrics.kept_bytes += region.nbytes - nbytes
-        if self.transfer.copies and not transfer.in_place:
-            self.departures.add(region, self.metrics.saved_bytes)
         return True
 
     def _encode(self, region: Region, codec: Codec) -> None:
@@ -187,7 +198,17 @@ class Mover:
         return self.store.reserve(transfer.stored_bytes, transfer.tier, spare=transfer.spare_bytes)
 
     def _depart(self, region: Region) -> None:
-        """Let what was copied off the device leave it: the payload, or the bytes of the tensor."""
+        """Let what was copied off the device leave it: the payload, or the bytes of the tensor. A pinned one is STORED then."""
+        pinned = region.transfer.pinned
+        if region.freed():
+            if pinned:  # else it is seen to when its store ends
+                self._leave_to_owner(region)
+            return
+        self._leave(region)
+        if pinned:
+            region.transfer.state = State.STORED
+
+    def _leave(self, region: Region) -> None:
         self.transfer.depart(region)
         if region.transfer.payload is not None:
             region.transfer.payload = None
@@ -240,6 +261,7 @@ class Mover:
         """Process the transfers that have ended. Cheap when none has."""
         if self.transfer.copies:
             self.transfer.poll()
+            self.departures.reap()
         if self._checks:
             self._reap_checks()
         if self.stores:
@@ -269,11 +291,7 @@ class Mover:
         elif region.freed():
             self._leave_to_owner(region)
         elif transfer.keep_resident and region.in_tensor:
-            # Backward is near and the bytes are still here: they need not come back.
-            self._close_write(region)
-            self._free_slot(region)
-            transfer.stays_resident()
-            self._count_forwarded(region)
+            self._stay(region)
         elif transfer.loaded is not None:
             self._close_write(region)
             transfer.state = State.LOADED
@@ -299,9 +317,18 @@ class Mover:
         self.metrics.encoded_bytes -= region.nbytes
         self.metrics.payload_bytes -= transfer.stored_bytes
         transfer.overflowed(region.nbytes, HEADER_BYTES)
-        return (
-            transfer.lease is None
-        )  # the device has copied to the slot itself, where they are behind the header
+        # Where there is none the device has copied to the slot itself, where they are behind the header.
+        return transfer.lease is None
+
+    def _stay(self, region: Region) -> None:
+        """STORING -> RESIDENT: backward is near and the bytes are still here, so that they need not come back."""
+        if region.freed():
+            self._leave_to_owner(region)
+            return
+        self._free_slot(region)
+        self._close_write(region)
+        region.transfer.stays_resident()
+        self._count_forwarded(region)
 
     def _close_write(self, region: Region) -> None:
         """The write is over, well or not, and nothing is to be done with its buffer any more."""
@@ -312,8 +339,8 @@ class Mover:
     def _leave_to_owner(self, region: Region) -> None:
         """Which bytes went to the tier is unknown. See Note: [Freed under the engine]."""
         self._uncount(region)
-        self._close_write(region)
         self._free_slot(region)
+        self._close_write(region)
         region.transfer.stays_resident()
 
     def _uncount(self, region: Region) -> None:
@@ -385,7 +412,9 @@ class Mover:
         transfer = region.transfer
         self.stores.nbytes -= transfer.moved_bytes
         self._uncount(region)
-        recalled = transfer.loaded is not None or self.bring_back(region)
+        # Whoever has looked at the ends of stores cannot try it again.
+        with self.transfer.targets.waiting() if self.transfer.targets is not None else nullcontext():
+            recalled = transfer.loaded is not None or self.bring_back(region)
         self._close_write(region)
         transfer.stays_resident()
         assert recalled or region.in_tensor, "a failed store had let its bytes go"
@@ -425,7 +454,7 @@ class Mover:
     def release(self, region: Region) -> None:
         """The last handle is gone: cancel what has not begun, free the slot, keep the memory that I/O still uses."""
         transfer = region.transfer
-        state, operation = transfer.state, transfer.operation
+        state = transfer.state
         if state is State.RELEASED:
             return
         if state is State.LOADING or state is State.LOADED:
@@ -436,32 +465,36 @@ class Mover:
         if transfer.target is not None:
             transfer.drop_target()
         if state is State.STORING:
-            assert operation is not None
-            if not transfer.must_write and operation.cancel():
-                self.stores.remove(region)
-                self._count_cancelled(region)
-                self._close_write(region)
-                region.empty_()
-            # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
-            elif self.transfer.copies and region.on_device and not transfer.in_place:
-                self._depart(region)
+            self._release_store(region)
         elif state is State.LOADING:
             self.loads.release(region)
         else:
             if state is State.STAGED:
                 self._close_write(region)
             transfer.loaded = transfer.payload = None
-            if not region.emptied:
+            if region.pointer:
                 region.empty_()
         transfer.rest = None
-        if state is not State.STORING or not transfer.must_write:  # it would be cancelled
+        if transfer.pinned or state is not State.STORING or not transfer.must_write:  # else it would be cancelled
             self._free_slot(region)
         region.tape.remove(region)
 
+    def _release_store(self, region: Region) -> None:
+        transfer, operation = region.transfer, region.transfer.operation
+        if operation is not None and not transfer.must_write and operation.cancel():
+            self.stores.remove(region)
+            self._count_cancelled(region)
+            self._close_write(region)
+            region.empty_()
+        # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
+        elif self.transfer.copies and region.on_device and not transfer.in_place:
+            self._leave(region)
+
     def _free_slot(self, region: Region) -> None:
-        if region.transfer.slot is not None:
-            self.store.free(region.transfer.slot)
-            region.transfer.slot = None
+        transfer = region.transfer
+        if transfer.slot is not None:
+            self.store.free(transfer.slot, transfer.event if transfer.pinned else None)
+            transfer.slot = None
 
     def busy(self) -> list[Region]:
         """Regions whose memory an operation uses."""

@@ -61,7 +61,7 @@ class Restorer:
         if state is State.STORED:
             if mover.transfer.closed:
                 raise after_close()
-            self._prefetcher.fit(region)
+            self._prefetcher.missed(region)
             if not mover.loads.begin(region, on_demand=True):
                 return None
             state = transfer.state

@@ -7,11 +7,11 @@ is tested without a GPU.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
 import torch
 
 from ssdtrain.device import Device, Event
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.offload.tensors.region import Region, after_close
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
@@ -44,8 +44,10 @@ class StagedTransfer:
 
     Note: [Pinned host tier]
     Where the host tier is pinned, a slot in it is its own staging buffer: copies go there and come from there, and no thread
-    of the host touches a byte. The slot knows of each copy (`SpillStore.copied`), so that its memory is not given to another
-    region before the copy has passed.
+    of the host touches a byte or waits for one. Such a region is STORED when its tensor leaves, and LOADED when the copy back is
+    queued: the streams keep the order. The slot is freed with its last copy (`SpillStore.free`), so that its memory is not given
+    to another region before that has passed. Of a payload, which may have overflowed, an operation stands for each
+    copy (`DeviceCopy`), as for those of the I/O pool.
     """
 
     copies = True
@@ -55,21 +57,24 @@ class StagedTransfer:
         self,
         store: SpillStore,
         buffers: Buffers,
-        seen: Callable[[torch.UntypedStorage], None],
+        meter: ActivationMeter,
         coding: Coding,
         device: Device,
         verify: bool,
     ) -> None:
         self.store = store
         self._verify = verify
-        self._seen = seen
-        self._encoding = Encoding(coding, seen)
-        self.rests = Rests(device, seen)
+        self._encoding = Encoding(coding, meter.see_own)
+        self.rests = Rests(device, meter.see_own)
         self.buffers = buffers
         self.device = device
-        self.targets = LoadTargets(device)
+        self.targets: LoadTargets = LoadTargets(device, meter)
         # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
         self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
+        self._pinned_ends: list[Event | None] = [
+            None,
+            None,
+        ]  # of the last copies to the pinned tier, and from it
 
     @property
     def unstaged(self) -> bool:
@@ -97,7 +102,7 @@ class StagedTransfer:
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         slot = region.transfer.slot
         assert slot is not None
-        if self.store.is_pinned(slot):
+        if slot.pinned:
             event = self._copy_out(region, slot.address)
             operation = self._copied(slot, event, region.transfer.stored_bytes, into=True)
             return Write(operation, event=event)
@@ -107,6 +112,14 @@ class StagedTransfer:
         event = self._copy_out(region, lease.address)
         # Never deferred: the pool's workers wait for the device anyway.
         return Write(self._write(region, lease, event), lease=lease, event=event)
+
+    def copy_out(self, region: Region) -> Event | None:
+        slot = region.transfer.slot
+        assert slot is not None
+        event = self.device.copy_to_host(address_of(region), slot.address, slot.nbytes)
+        self.store.copied(slot.nbytes, into=True)
+        self._pinned_ends[0] = event
+        return event
 
     def _copy_out(self, region: Region, host: int) -> Event | None:
         """Queue the copy of the region, or of its payload, to the address `host` in pinned memory."""
@@ -128,11 +141,12 @@ class StagedTransfer:
             region.stream = current  # which has the memory of the payload, and gets it back when that departs
 
     def _copied(self, slot: Slot, event: Event | None, nbytes: int, *, into: bool) -> Operation:
-        """See Note: [Pinned host tier]."""
+        """Return the copy of a payload to a pinned slot or from it: the slot is not used again before it has passed."""
         if event is not None:  # `close` waits for it: the tier is unmapped then
             self._passing[_BUFFERLESS_TO_HOST if into else _BUFFERLESS_TO_DEVICE].append((event, None, None))
         copy = DeviceCopy(self.device, event, nbytes)
-        self.store.copied(slot, copy, into=into)
+        slot.record(copy, 0 if into else None)
+        self.store.copied(nbytes, into=into)
         return copy
 
     def _write(self, region: Region, lease: Lease, event: Event | None) -> Operation:
@@ -209,7 +223,7 @@ class StagedTransfer:
         assert payload is not None and target is not None
         if arrival.event is not None:
             self.device.wait(arrival.event)
-        self.targets.hand_out(target)
+        target.streams.append(self.device.current_stream())
         return self._decode(region, payload)._replace(target=target, event=arrival.event)
 
     def _staged(self, region: Region) -> int | None:
@@ -217,16 +231,27 @@ class StagedTransfer:
         transfer = region.transfer
         if transfer.lease is not None:
             return transfer.lease.address + transfer.raw_from
-        if transfer.slot is not None and self.store.is_pinned(transfer.slot):
+        if transfer.slot is not None and transfer.slot.pinned:
             if self.closed or self.store.closed:  # which unmaps the tier
                 raise after_close()
             return transfer.slot.address + transfer.raw_from
         return None
 
+    def copy_back(self, region: Region) -> Arrival:
+        transfer = region.transfer
+        if self.closed or self.store.closed:  # which unmaps the tier
+            raise after_close()
+        assert transfer.slot is not None
+        nbytes = transfer.stored_bytes
+        arrival = self._copy_in(region, transfer.slot.address, nbytes, transfer.event)
+        self.store.copied(nbytes, into=False)
+        self._pinned_ends[1] = arrival.event
+        return arrival
+
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
         assert transfer.slot is not None
-        if self.store.is_pinned(transfer.slot):
+        if transfer.slot.pinned:
             return Read(DeviceCopy(self.device, None, transfer.stored_bytes))  # there is nothing to read
         lease = self.buffers.acquire(transfer.stored_bytes)
         if lease is not None:
@@ -259,13 +284,14 @@ class StagedTransfer:
         target = transfer.target
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
             target = self._reserve(region, nbytes)
-        tensor = self.targets.take(target)
-        awaited = target.awaited if after is None else [*target.awaited, after]
-        event = self.device.copy_to_device(host, tensor.data_ptr(), nbytes, awaited)
-        target.awaited = []  # all copies to the device are queued on one stream, the next one behind this
-        event = self._put_back(region, tensor) or event
+        tensor, memory = self.targets.take(target), target.memory
+        awaited = memory.awaited if after is None else [*memory.awaited, after]
+        event = self.device.copy_to_device(host, target.address, nbytes, awaited)
+        memory.awaited = []  # all copies to the device are queued on one stream, the next one behind this
+        if transfer.rest is not None:
+            event = self._put_back(region, tensor) or event
         slot = transfer.slot
-        if slot is not None and self.store.is_pinned(slot):
+        if slot is not None and slot.pinned and not transfer.pinned:
             self._copied(slot, event, nbytes, into=False)
         return Arrival(tensor, None, target, event)
 
@@ -286,19 +312,17 @@ class StagedTransfer:
         """Return memory for `nbytes` that are stored, and for the part that stayed."""
         rest = region.transfer.rest
         nbytes = nbytes if rest is None else nbytes + rest.numel()
-        target = self.targets.reserve(nbytes, region.transfer.arriving_lead)
-        assert target.tensor is not None
-        self._seen(target.tensor.untyped_storage())
-        return target
+        return self.targets.reserve(nbytes, region.transfer.arriving_lead)
 
     def end_load(self, region: Region) -> Arrival | None:
         transfer = region.transfer
+        stream = self.device.current_stream()
         if transfer.load_event is not None:
-            self.device.wait(transfer.load_event)
-        if transfer.target is not None:
-            self.targets.hand_out(transfer.target)
+            self.device.wait(transfer.load_event, stream)
+        if transfer.target is not None and stream not in transfer.target.streams:
+            transfer.target.streams.append(stream)
         if transfer.decoding is not None and transfer.loaded is not None:
-            self.device.wait(transfer.decoding)
+            self.device.wait(transfer.decoding, stream)
             self.device.record_use(transfer.loaded)  # of the stream that decoded it
         if transfer.payload is None or transfer.loaded is not None:
             return None
@@ -320,6 +344,9 @@ class StagedTransfer:
                     lease.release()
 
     def passing(self) -> Event | None:
+        for event in self._pinned_ends:
+            if event is not None and not event.query():
+                return event
         return next((copies[0][0] for copies in self._passing if copies), None)
 
     def returning(self) -> Event | None:

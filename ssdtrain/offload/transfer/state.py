@@ -96,20 +96,14 @@ class Arrival(NamedTuple):
 
 
 class TransferState:
-    """State of one region, with the fields of a transfer that do not apply being None.
+    """State of one region, with the fields of a transfer that do not apply being None."""
 
-    Args:
-        nbytes: of the region.
-    """
-
+    moved_bytes: int
+    """Bytes of the region, the first ones, that leave memory."""
+    stored_bytes: int
+    """Bytes of them in the tier."""
     # Set when a write or read has begun, and not read before.
-    in_place: bool
-    """The operation under way reads or fills device memory itself."""
     page_offset: int
-    lease: Lease | None
-    """The staging buffer of a device copy."""
-    event: Event | None
-    """The copy off the device."""
     loaded_version: int
     saved_before: int
     """Bytes of all regions saved before it, where it leaves in part."""
@@ -122,7 +116,13 @@ class TransferState:
     rest: torch.Tensor | None = None  # a copy of what stays. See Note: [Parts of a region] in `rests`.
     lead = 0  # address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
     slot: Slot | None = None
+    pinned = False  # a device copies to and from the memory of its slot: Note: [Pinned host tier] in `staged`
+    in_place = False  # the operation under way reads or fills device memory itself
     operation: Operation | None = None
+    lease: Lease | None = None  # the staging buffer of a device copy
+    event: Event | None = (
+        None  # the copy off the device; where it is pinned the latest one to its slot or from it
+    )
     load_event: Event | None = None  # the copy onto the device
     decoding: Event | None = None  # of what came back encoded, on the device
     target: Target | None = None  # the device memory that it fills
@@ -134,10 +134,6 @@ class TransferState:
     keep_resident = False  # backward is near: keep the bytes when the store ends
     forwarded = False  # backward got it while it was being stored; counted
     prefetched = False  # loaded, or being loaded, before backward asked for it
-
-    def __init__(self, nbytes: int) -> None:
-        self.moved_bytes = nbytes  # of the region the first ones, which leave memory
-        self.stored_bytes = nbytes  # in the tier
 
     @property
     def staged_bytes(self) -> int:
@@ -206,10 +202,9 @@ class TransferState:
         """Let go of what came back; tensors that were handed out own its memory."""
         self.loaded = self.payload = self.load_event = self.decoding = None
         if self.target is not None:
-            self.drop_target()
+            self.target.tensor = self.target = None
 
     def drop_target(self) -> None:
         """Give up the device memory that was reserved, if nothing has been copied there yet."""
         if self.target is not None:
-            self.target.tensor = None
-            self.target = None
+            self.target.tensor = self.target = None

@@ -19,9 +19,9 @@ stays here until the death of the alias has been noticed, and the events of its 
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from queue import Empty, SimpleQueue
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -29,26 +29,51 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.tensors.geometry import ALIGNED
+from ssdtrain.offload.tensors.meter import ActivationMeter, SeenBuffer
 
-__all__ = ["LoadTargets", "Target"]
+__all__ = ["LoadTargets", "NoTargetYet", "Target"]
 
 SLACK = 2
-"""A block is used again for a target that needs at least this part of it."""
+"""Memory is used again for a target that needs at least this part of it."""
 
 
-class Target(weakref.ref[torch.UntypedStorage]):
-    """Memory that a load fills; a reference to the storage of the alias that is handed out."""
+class NoTargetYet(torch.OutOfMemoryError):
+    """There is no memory for a load before `LoadTargets.allocate` was called. What was to be loaded is as before."""
 
-    __slots__ = ("awaited", "block", "streams", "tensor")
 
-    block: torch.Tensor
-    """What the allocator gave (uint8)."""
+class TargetMemory:
+    """What the allocator gave for targets, one after another.
+
+    Args:
+        tensor: the memory (uint8).
+    """
+
+    __slots__ = ("address", "awaited", "nbytes", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+        self.nbytes = tensor.numel()
+        self.address = tensor.data_ptr()
+        self.awaited: list[Event] = []
+        """What the next copy into it waits for."""
+
+
+class Target(SeenBuffer):
+    """A part of such memory that a load fills; a reference to the storage of the alias that is handed out."""
+
+    __slots__ = ("address", "memory", "streams", "tensor", "used")
+
+    memory: TargetMemory
+    address: int
     tensor: torch.Tensor | None
     """The alias (uint8), until `take`."""
-    awaited: list[Event]
-    """What a copy into it waits for first; when it is dead, what the copy into the next one waits for."""
     streams: list[Any]
     """Streams that were handed it."""
+    used: deque[Target]
+    """Gets it at its death."""
+
+    def died(self) -> None:
+        self.used.append(self)
 
 
 class LoadTargets:
@@ -56,54 +81,97 @@ class LoadTargets:
 
     Args:
         device: allocates on its load stream, and records events.
+        meter: counts them, and notices their deaths.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, meter: ActivationMeter) -> None:
         self._device = device
-        self._dead: SimpleQueue[Target] = SimpleQueue()
-        self._alive: dict[int, Target] = {}
-        # Dead, in the order of their deaths: not out of use yet, or kept for the next loads. See `_trim`.
-        self._pending: deque[Target] = deque()
-        self._alive_bytes = self._pending_bytes = 0  # of their blocks
+        self._meter = meter
+        self._dead: deque[Target] = deque()
+        # Of those that died, in the order of their deaths: not out of use yet, or kept for the next loads. See `_trim`.
+        self._pending: deque[TargetMemory] = deque()
+        self._alive_bytes = self._pending_bytes = 0  # of their memory
         self._peak_bytes = 0  # the most of `_alive_bytes` since none was alive
         self._latest = 0  # bytes of the latest target
+        self.missing = 0
+        """Bytes of the memory that `allocate` is to make; 0: none."""
+        self.waits = True
+        """The allocator may be asked with the engine's lock held, which others then wait for."""
+        self._allocated: TargetMemory | None = None  # for the target that was missing
 
     def reserve(self, nbytes: int, lead: int = 0) -> Target:
         """Return a target of `nbytes` uninitialised bytes, whose address is `lead` modulo `ALIGNED`.
 
         Raises:
+            NoTargetYet: `allocate` has to make it.
             torch.OutOfMemoryError: there is no memory for it.
         """
-        if not self._dead.empty():
-            self.note_deaths()
         self._latest = nbytes + ALIGNED if lead else nbytes
-        block, awaited = self._block(self._latest)
-        self._alive_bytes += block.numel()
-        self._peak_bytes = max(self._peak_bytes, self._alive_bytes)
-        start = (lead - block.data_ptr()) % ALIGNED if lead else 0
-        part = block if block.numel() == nbytes else block[start : start + nbytes]
+        memory = self._dead_memory(self._latest) or self._memory(self._latest)
+        self._alive_bytes += memory.nbytes
+        if self._alive_bytes > self._peak_bytes:
+            self._peak_bytes = self._alive_bytes
+        start = (lead - memory.address) % ALIGNED if lead else 0
+        part = memory.tensor if memory.nbytes == nbytes else memory.tensor[start : start + nbytes]
         tensor = from_dlpack(to_dlpack(part))
-        target = Target(tensor.untyped_storage(), self._dead.put)
-        target.block = block
-        target.tensor = tensor
-        target.awaited = awaited
-        target.streams = []
-        self._alive[id(target)] = target
+        target = self._meter.see(tensor.untyped_storage(), Target)
+        target.memory, target.address, target.tensor = memory, memory.address + start, tensor
+        target.streams, target.used = [], self._dead
         return target
 
-    def _block(self, nbytes: int) -> tuple[torch.Tensor, list[Event]]:
-        """Memory, and the events that end its use so far."""
-        for target in self._pending:
-            if nbytes <= target.block.numel() <= SLACK * nbytes:
-                self._pending.remove(target)
-                self._pending_bytes -= target.block.numel()
-                return target.block, target.awaited
+    def _dead_memory(self, nbytes: int) -> TargetMemory | None:
+        memory = self._allocated
+        if memory is not None and nbytes <= memory.nbytes <= SLACK * nbytes:
+            self._allocated = None
+            return memory
+        for memory in self._pending:
+            if nbytes <= memory.nbytes <= SLACK * nbytes:
+                self._pending.remove(memory)
+                self._pending_bytes -= memory.nbytes
+                return memory
+        return None
+
+    def _memory(self, nbytes: int) -> TargetMemory:
+        self.note_deaths()
+        if (memory := self._dead_memory(nbytes)) is not None:
+            return memory
         self._trim(self._peak_bytes - self._alive_bytes - nbytes)
+        if not self.waits:
+            self.missing = nbytes
+            raise NoTargetYet
         try:
-            return self._device.load_target(nbytes), []
+            return TargetMemory(self._device.load_target(nbytes))
         except torch.OutOfMemoryError:
             self._trim(-1)
-            return self._device.load_target(nbytes), []
+            return TargetMemory(self._device.load_target(nbytes))
+
+    def allocate(self, lock: AbstractContextManager[object]) -> None:
+        """Make the memory that is missing. Called without the engine's lock, `lock`: to allocate may wait for the device.
+
+        Raises:
+            torch.OutOfMemoryError: there is none.
+        """
+        with lock:
+            nbytes, self.missing = self.missing, 0
+        if not nbytes:
+            return
+        try:
+            tensor = self._device.load_target(nbytes)
+        except torch.OutOfMemoryError:
+            with lock:
+                self._trim(-1)
+            tensor = self._device.load_target(nbytes)
+        with lock:
+            self._allocated = TargetMemory(tensor)
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Ask the allocator with the engine's lock held, inside."""
+        before, self.waits = self.waits, True
+        try:
+            yield
+        finally:
+            self.waits = before
 
     def take(self, target: Target) -> torch.Tensor:
         """Return the tensor, which from now on is alive only while others hold it."""
@@ -111,50 +179,46 @@ class LoadTargets:
         assert tensor is not None
         return tensor
 
-    def hand_out(self, target: Target) -> None:
-        """The current stream reads the target from now on."""
-        stream = self._device.current_stream()
-        if stream not in target.streams:
-            target.streams.append(stream)
-
     def note_deaths(self) -> None:
         """Record where the streams are that used what has died since, and give back what is out of use. Cheap when nothing is."""
-        dead = self._dead
-        while not dead.empty():
-            try:
-                self._retire(dead.get_nowait())
-            except Empty:
-                break
-        if self._pending:
-            self._trim(self._peak_bytes - self._alive_bytes if self._alive else 0)
+        if not self._meter.settled():
+            self._meter.drain()
+        dead, pending = self._dead, self._pending
+        while dead:
+            self._retire(dead.popleft())
+        if pending:
+            limit = self._peak_bytes - self._alive_bytes if self._alive_bytes else 0
+            if self._pending_bytes > limit or pending[0].nbytes > SLACK * self._latest:
+                self._trim(limit)
 
     def _trim(self, limit: int) -> None:
         """Give back what is out of use, but for `limit` bytes of the size that is needed now: as much as was alive at once stays
         while loads go on, since to allocate takes longer than the rest of a load."""
         pending = self._pending
         while pending:
-            nbytes = pending[0].block.numel()
-            if (self._pending_bytes <= limit and nbytes <= SLACK * self._latest) or not _passed(
-                pending[0].awaited
-            ):
+            memory = pending[0]
+            if self._pending_bytes <= limit and memory.nbytes <= SLACK * self._latest:
+                break
+            if not _passed(memory.awaited):
                 break
             pending.popleft()
-            self._pending_bytes -= nbytes
-        if not self._alive:
+            self._pending_bytes -= memory.nbytes
+        if not self._alive_bytes:
             self._peak_bytes = 0
 
     def _retire(self, target: Target) -> None:
-        del self._alive[id(target)]
+        memory = target.memory
         # What it had to wait for itself, if nothing was ever copied into it, the next copy into its memory waits for.
-        awaited = target.awaited
-        _passed(awaited)
+        awaited = memory.awaited
+        if awaited:
+            _passed(awaited)
         for stream in target.streams:
             event = self._device.record(stream)
             if event is not None:
                 awaited.append(event)
-        self._alive_bytes -= target.block.numel()
-        self._pending_bytes += target.block.numel()
-        self._pending.append(target)
+        self._alive_bytes -= memory.nbytes
+        self._pending_bytes += memory.nbytes
+        self._pending.append(memory)
 
 
 def _passed(events: list[Event]) -> bool:

@@ -16,12 +16,13 @@ import torch
 
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.tensors.geometry import bytes_at
+from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.offload.transfer.rests import Rests
 from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read, Write
-from ssdtrain.offload.transfer.targets import Target
+from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
 
 __all__ = ["DirectTransfer", "Encoding", "Transfer", "address_of"]
@@ -36,6 +37,8 @@ class Transfer(Protocol):
     """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
     closed: bool
     """The engine is closed: what is in a tier does not come back any more."""
+    targets: LoadTargets | None
+    """Device memory that loads fill; None: the pool reads into the arena."""
 
     @property
     def unstaged(self) -> bool:
@@ -58,6 +61,9 @@ class Transfer(Protocol):
             defer: nothing waits for it, see `SpillStore.write`.
         """
 
+    def copy_out(self, region: Region) -> Event | None:
+        """Queue the copy of the region, or of its payload, to its slot, which is pinned. Returns its end."""
+
     def depart(self, region: Region) -> None:
         """Let the stream of a region that is being stored wait for its copy: then its tensor may be emptied."""
 
@@ -75,6 +81,14 @@ class Transfer(Protocol):
 
     def recall(self, region: Region) -> Arrival | None:
         """Bring back the bytes of a region being stored from its payload or its buffer. None: they are still in the tensor."""
+
+    def copy_back(self, region: Region) -> Arrival:
+        """Queue the copy of a `pinned` region from its slot to the device.
+
+        Raises:
+            RuntimeError: the engine or the store was closed.
+            torch.OutOfMemoryError: there is no memory for it.
+        """
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         """Queue the read of the region. None: the arena is full.
@@ -127,13 +141,14 @@ class DirectTransfer:
 
     copies = unstaged = False
     closed = False
+    targets: LoadTargets | None = None
     largest: int | None = None
 
     def __init__(
         self,
         store: SpillStore,
         buffers: Buffers,
-        seen: Callable[[torch.UntypedStorage], None],
+        meter: ActivationMeter,
         coding: Coding,
         device: Device,
         verify: bool,
@@ -141,9 +156,9 @@ class DirectTransfer:
         self.store = store
         self._verify = verify
         self.buffers = buffers
-        self._seen = seen
-        self._encoding = Encoding(coding, seen)
-        self.rests = Rests(device, seen)
+        self._seen = meter.see_own
+        self._encoding = Encoding(coding, meter.see_own)
+        self.rests = Rests(device, meter.see_own)
 
     def encode(self, region: Region) -> Encoded | None:
         return self._encoding.encode(region)
@@ -156,6 +171,9 @@ class DirectTransfer:
         assert slot is not None
         address = address_of(region)
         return Write(self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT)
+
+    def copy_out(self, region: Region) -> Event | None:
+        raise AssertionError("no device copies to a tier itself")
 
     def depart(self, region: Region) -> None:
         raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
@@ -177,6 +195,9 @@ class DirectTransfer:
     def recall(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload
         return None if payload is None else Arrival(self._encoding.decode(region, payload), payload)
+
+    def copy_back(self, region: Region) -> Arrival:
+        raise AssertionError("no device copies from a tier itself")
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
