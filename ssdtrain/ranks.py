@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-import torch
-
 __all__ = ["global_rank", "local_rank", "local_world_size", "on_this_rank"]
 
 # torchrun, srun, Open MPI's mpirun, MPICH's and Intel's.
@@ -22,13 +20,15 @@ _LOCAL_SIZE = (
 
 def global_rank() -> int:
     """torch.distributed's rank; 0 where it is not initialised."""
-    distributed = torch.distributed
+    import torch.distributed as distributed  # the config, which asks for the local size, needs no torch
+
     return distributed.get_rank() if distributed.is_available() and distributed.is_initialized() else 0
 
 
 def on_this_rank() -> str:
     """Such as " on rank 3", for an error that other ranks may not have; "" where this process is the only one."""
-    distributed = torch.distributed
+    import torch.distributed as distributed
+
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return ""
     return f" on rank {distributed.get_rank()}"
