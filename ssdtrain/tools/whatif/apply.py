@@ -103,6 +103,7 @@ def _merged(section: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str,
     found = dict(section)
     for key, value in options.items():
         inner = found.get(key)
-        both = isinstance(value, Mapping) and isinstance(inner, Mapping)
-        found[key] = _merged(inner, value) if both else value
+        if isinstance(value, Mapping) and isinstance(inner, Mapping):
+            value = _merged(inner, value)
+        found[key] = value
     return found
