@@ -475,7 +475,9 @@ class Mover:
             if region.pointer:
                 region.empty_()
         transfer.rest = None
-        if transfer.pinned or state is not State.STORING or not transfer.must_write:  # else it would be cancelled
+        if (
+            transfer.pinned or state is not State.STORING or not transfer.must_write
+        ):  # else it would be cancelled
             self._free_slot(region)
         region.tape.remove(region)
 
