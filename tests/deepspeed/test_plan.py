@@ -65,6 +65,17 @@ def test_where_blocks_must_not_run_again_the_error_says_why(
         make_engine(PLAN)
 
 
+def test_blocks_stay_encoded_and_no_bit_changes(make_engine: MakeEngine) -> None:
+    """As little memory as there is, in twice the time, where nothing may run again."""
+    expected = train(make_engine(None), 9)
+    plan = {"recompute": "off", "encode": "exact", "max_slowdown": 1.0}
+    engine = make_engine({"plan": plan, "report": {"interval": 0}})
+    losses = train(engine, 9)
+    statistics = ssdtrain_ds.runtime_of(engine).statistics()
+    assert statistics.offload.kept_encoded_bytes > 0 and statistics.store.bytes_written == 0
+    assert all(map(torch.equal, losses, expected))
+
+
 def test_what_is_lossy_is_not_chosen(make_engine: MakeEngine) -> None:
     block = {"plan": {"compress": True}, "compact": {"mode": "quant", "codec": "int8"}}
     with pytest.raises(ConfigError, match=r"plan\.compress.*can compress no block here"):

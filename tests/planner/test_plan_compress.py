@@ -65,7 +65,7 @@ def test_blocks_are_compressed_only_where_a_block_saves_less_by_it() -> None:
     assert raised.value.smallest.peak == 180
     kept = simulate([blocks], [[KEPT] * 3], problem.order, Machine())
     table = plan_table("plan auto", problem, [found], kept, limit=240)
-    assert "compress 100 B to 40 B (lossy), costs 400 ms" in table
+    assert "compress, 100 B to 40 B (lossy), costs 400 ms" in table
 
 
 def test_what_is_lossy_is_not_chosen_where_it_brings_nothing() -> None:
