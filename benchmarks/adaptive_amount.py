@@ -27,6 +27,7 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import KEEP, OFFLOAD, OffloadPolicy
+from ssdtrain.offload.transfer.coding import CodecRule
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.finder import Goal
 from ssdtrain.planner.regions import AdaptivePolicy, Regions
@@ -50,9 +51,20 @@ class Found:
     wrong: list[str]
 
 
-def _engine(machine: Machine, load: Load, policy: OffloadPolicy, capacity: int = 1 << 30) -> OffloadEngine:
+def _engine(
+    machine: Machine,
+    load: Load,
+    policy: OffloadPolicy,
+    capacity: int = 1 << 30,
+    codec: CodecRule | None = None,
+) -> OffloadEngine:
     options = EngineOptions(
-        min_bytes=1024, in_flight=load.in_flight, buffer=load.buffer, prefetch=load.buffer // 2, staged=True
+        min_bytes=1024,
+        in_flight=load.in_flight,
+        buffer=load.buffer,
+        prefetch=load.buffer // 2,
+        staged=True,
+        codec=codec,
     )
     return machine.engine(options, host_bytes=load.host_bytes, capacity=capacity, policy=policy)
 
@@ -83,6 +95,7 @@ class AutoRun:
         capacity: bytes of the drive.
         memory: bytes per second of copies within the device's memory; None: not known, and nothing is offloaded in part.
         device_budget, endurance: see `Goal.of_budget` and `PlanController`.
+        codec: of what leaves.
     """
 
     def __init__(
@@ -93,12 +106,13 @@ class AutoRun:
         memory: float | None = None,
         device_budget: int | None = None,
         endurance: Endurance | None = None,
+        codec: CodecRule | None = None,
     ) -> None:
         self.load = load
         self._bandwidth = load.drive
         self._machine = Machine(load.pcie, [(load.drive, load.drive)], memory=memory)
         policy = AdaptivePolicy()
-        self.engine = _engine(self._machine, load, policy, capacity)
+        self.engine = _engine(self._machine, load, policy, capacity, codec)
         self.regions = Regions(self.engine, policy, limited=device_budget is not None)
         goal = Goal.of_budget(device_budget)
         self.controller = PlanController(

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.simulated_device import GB, gpt
+from benchmarks import adaptive_amount
+from benchmarks.adaptive_amount import AutoRun
+from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
 from ssdtrain.offload import engine as engine_module
 from ssdtrain.offload.engine import OffloadEngine
@@ -106,7 +108,7 @@ def test_a_codec_is_used_where_steps_are_shorter_with_it(
         train(machine, engine, LAYERS)
         assert (engine.metrics.encoded_bytes > before) is encodes
         first, last = lasted[1], lasted[-1]
-        assert last < 0.91 * first if encodes else last <= 1.001 * first
+        assert last < 0.93 * first if encodes else last <= 1.001 * first
 
 
 def test_a_plan_knows_what_encoding_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,3 +132,24 @@ def test_a_plan_knows_what_encoding_takes(monkeypatch: pytest.MonkeyPatch) -> No
         sum(block.forward for block in blocks[0]), rel=0.02
     )
     assert encoded.stall <= plain.stall + 0.1 * coded
+
+
+@pytest.mark.parametrize("rate", [500, 100, 20])
+def test_a_plan_keeps_to_its_time_however_long_a_codec_takes(
+    rate: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less leaves by a slower one. A plan that does not know what it takes is 7% slower at 100 GB/s, and 33% at 20."""
+    seconds = 1 / (rate * GB)
+
+    class Encoding(Machine):
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            monkeypatch.setattr(engine_module, "Coding", coding_on(self, seconds))
+
+    monkeypatch.setattr(adaptive_amount, "Machine", Encoding)
+    load = Load(LAYERS, 25 * GB, 12 * GB, 16 * MiB, MiB)
+    rule = CodecRule("bf16", (torch.uint8,), encode=seconds, decode=seconds)
+    with AutoRun(load, codec=rule) as run:
+        found = [run.step() for _ in range(8)][-1]
+    assert found.wrong == [] and found.total_over_keep <= 1.021
+    assert found.stored > 0.5 if rate == 500 else found.stored < 0.1
