@@ -246,8 +246,8 @@ class _Search:
         hidden = best.seconds <= self.objective.hidden  # its transfers cost no more than they may
         if limits.device is not None and not judge.excess(best) and hidden:
             return
-        any_time = self.objective.memory or judge.excess(best)
-        seconds = limits.seconds if any_time else max(self.objective.hidden, kept.seconds)
+        all_of_it = self.objective.memory or (limits.seconds is not None and judge.excess(best) > 0)
+        seconds = limits.seconds if all_of_it else max(self.objective.hidden, kept.seconds)
         found = _Shares(self, best, seconds).lowest()
         if found is None:
             return

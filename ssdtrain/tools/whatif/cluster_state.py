@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
@@ -59,9 +58,7 @@ class StatePlacement:
         for number, each in enumerate(self.passing, self.persistent):
             added = each["gradients"] if microbatches > 1 and not self.job.cpu_rate else 0
             found[number] = _streamed(
-                found[number],
-                {"forward_loads": each["parameters"], "backward_stores": each["gradients"]},
-                {"backward_loads": each["parameters"] + added},
+                found[number], each["parameters"], each["parameters"] + added, each["gradients"]
             )
         return found
 
@@ -100,12 +97,19 @@ class StatePlacement:
         return self.away - sum(each["gradients"] for each in self.passing)
 
 
-def _streamed(block: Block, first: dict[str, Any], last: dict[str, Any]) -> Block:
-    """The block with loads and stores: `first` are those of its first part, `last` of its last, where backward begins."""
+def _streamed(block: Block, forward_loads: int, backward_loads: int, backward_stores: int) -> Block:
+    """The block with loads and stores: those of backward begin with its last part."""
     parts = block.parts
     if len(parts) > 1:
-        parts = (replace(parts[0], **first), *parts[1:-1], replace(parts[-1], **last))
-    return replace(block, parts=parts, **first, **last)
+        first = replace(parts[0], forward_loads=forward_loads, backward_stores=backward_stores)
+        parts = (first, *parts[1:-1], replace(parts[-1], backward_loads=backward_loads))
+    return replace(
+        block,
+        parts=parts,
+        forward_loads=forward_loads,
+        backward_loads=backward_loads,
+        backward_stores=backward_stores,
+    )
 
 
 def placements(job: ClusterJob, last: bool) -> list[StatePlacement]:

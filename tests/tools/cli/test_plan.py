@@ -34,7 +34,7 @@ def test_the_table_says_what_each_block_does_and_why(capsys: pytest.CaptureFixtu
         "step time",
         "pipeline bubble",
         "ssd",
-        "hidden",
+        "writing",
         "life of the drives",
         "years",
         "next best",

@@ -50,6 +50,7 @@ def test_a_step_of_units_that_stay_is_that_of_its_layers(action: str) -> None:
     assert joined.seconds == pytest.approx(apart.seconds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["gpt", "t5"])
 @pytest.mark.parametrize("recompute", [True, False])
 def test_layers_searched_together_are_planned_as_well_as_one_by_one(family: str, recompute: bool) -> None:
