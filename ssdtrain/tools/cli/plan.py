@@ -31,6 +31,10 @@ from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import FAMILIES, ParallelLayout, Transformer
 from ssdtrain.tools.whatif.prices import Prices
 
+USUAL_DRIVE = "3.84TB, 1 DWPD"
+USUAL_ENDURANCE = parse_ssds(f"1 x 7GB/s, {USUAL_DRIVE}").endurance
+"""Bytes that a drive takes in its life, where the endurance of those of the job is not known."""
+
 MOST_LAYERS = 1000
 """Each block is simulated by itself: so many take about half a minute."""
 
@@ -72,6 +76,11 @@ def run(arguments: list[str]) -> int:
         show(plan, largest, better, costs, gain, Console())
     return 0
 
+
+NO_DRIVES = "no drives"
+
+NOTHING = 0.005
+"""Part of the speed up to which drives bring nothing."""
 
 PlanQuestion = tuple[Limits | None, Objective | None, float | None]
 """Objective, as `plan_job` takes it."""
@@ -308,7 +317,7 @@ def alternatives(
     it is not on them. `others` are more such jobs."""
     jobs = with_more(plan.job)
     if plan.job.ssds is not None and plan.job.state != "ssd":
-        jobs["no drives"] = replace(plan.job, ssds=None)
+        jobs[NO_DRIVES] = replace(plan.job, ssds=None)
     jobs |= others or {}
     found = []
     for name, job in jobs.items():
@@ -337,6 +346,14 @@ def show(
     """Prints what is gained, and the plan as tables."""
     console.print(f"gain: {gain.sentence()}", highlight=False, soft_wrap=True)
     job, found = plan.job, figures(plan, largest)
+    if job.layout.tp > job.node:
+        nodes = -(-job.layout.tp // job.node)
+        console.print(
+            f"note: the {job.layout.tp} tensor-parallel ranks are on {nodes} nodes of {job.node} GPUs: their all-reduces go over "
+            "the network, and computation waits for them",
+            highlight=False,
+            soft_wrap=True,
+        )
     table = Table(
         title=f"{job.model.family}, {found['parameters'] / 1e9:.3g}B parameters on {job.layout.ranks} x {job.gpu.name}"
     )
@@ -365,12 +382,21 @@ def show(
             console.print(f"  next best: {other.summary()}: x{slower:.3f} time, {size_text(other.peak)}")
     for entry in better:
         faster = "no plan fits" if entry["speedup"] is None else f"x{entry['speedup']:.3f} steps per second"
+        if entry["what"] == NO_DRIVES and entry["speedup"] and entry["speedup"] > 1 - NOTHING:
+            faster += ": at this microbatch the drives bring nothing"
         console.print(f"  with {entry['what']}: {faster}")
 
 
 def summary(plan: ClusterPlan, found: dict[str, Any]) -> list[tuple[str, str]]:
     state = sum(plan.stages[0].state.values())
-    lines = [("microbatch", f"{plan.microbatch} x {plan.microbatches} a step")]
+    sequences = plan.microbatch * plan.microbatches * plan.job.layout.dp
+    lines = [
+        ("microbatch", f"{plan.microbatch} x {plan.microbatches} a step"),
+        (
+            "sequences a step" if plan.job.batch else "sequences a step (to compare plans, --batch)",
+            str(sequences),
+        ),
+    ]
     if found["largest_microbatch"] is not None:
         lines.append(("largest microbatch that fits", str(found["largest_microbatch"])))
     lines += [
@@ -406,5 +432,6 @@ def summary(plan: ClusterPlan, found: dict[str, Any]) -> list[tuple[str, str]]:
     if life is not None:
         lines.append(("life of the drives", f"{life / YEAR_SECONDS:.1f} years"))
     elif found["ssd_bytes_per_step"]:
-        lines.append(("life of the drives", 'unknown: name their endurance, as in "3.84TB, 1 DWPD"'))
+        years = USUAL_ENDURANCE / found["ssd_bytes_per_drive_and_year"]
+        lines.append((f"life of the drives, if of {USUAL_DRIVE}", duration_text(years * YEAR_SECONDS)))
     return lines

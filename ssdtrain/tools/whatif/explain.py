@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from ssdtrain.planner.model.types import Block
+from ssdtrain.planner.model.types import DEVICE, Block
 from ssdtrain.planner.planned_state import PlannedState
 from ssdtrain.text import YEAR_SECONDS, duration_text
 from ssdtrain.tools.whatif.cluster import ClusterPlan, Stage
@@ -38,6 +38,9 @@ def rows(stage: Stage) -> Iterator[TableRow]:
         stall = sum(times[n].store_stall + times[n].load_stall for n in places) / stage.simulated
         name = first if first == last else f"{first} to {last.rpartition(' ')[2]}"
         reason = _reason(stage, blocks[places[0]], action, stall, len(places))
+        stay = sum(not times[n].stored for n in places)
+        if stay and stage.problem.choice(action).tier != DEVICE:
+            reason += f"; {stay} of {len(places)} are needed again before their writes begin, and stay"
         yield TableRow(name, action, saved, stall, reason)
 
 

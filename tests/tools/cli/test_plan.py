@@ -43,6 +43,20 @@ def test_the_table_says_what_each_block_does_and_why(capsys: pytest.CaptureFixtu
         assert word in shown
 
 
+def test_what_drives_bring_and_how_long_they_last_is_said_in_words(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = [*SMALL, "--gpus-per-node", "1", "--ssd", "4 x 7GB/s"]
+    assert main([*few, "--batch", "4", "--microbatch", "4"]) == 0
+    shown = capsys.readouterr().out
+    assert "life of the drives, if of 3.84TB, 1 DWPD" in shown
+    assert "bring nothing" not in " ".join(shown.split())
+    assert main([*few, "--microbatch", "1", "--tp", "2"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "at this microbatch the drives bring nothing" in shown
+    assert "2 tensor-parallel ranks are on 2 nodes of 1 GPUs" in shown
+
+
 def test_json_holds_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*MANY, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
