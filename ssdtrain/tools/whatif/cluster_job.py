@@ -253,7 +253,7 @@ class ClusterJob:
         wide = tokens * model.ffn * (model.top_k if model.experts > 1 else 1) * ITEMSIZE // layout.tp
         found = []
         for number, kind in enumerate(kinds):
-            computing = model.block_flops(microbatch, kind) / rate
+            computing = model.block_flops(microbatch, kind, computed=not model.score_bytes) / rate
             reduces = 3 if kind == "decoder" else 2
             block = Block(
                 f"{kind} {number}",

@@ -255,13 +255,20 @@ class Transformer:
 
     # FLOPs
 
-    def block_flops(self, microbatch: int, kind: BlockKind = "block") -> float:
+    def block_flops(self, microbatch: int, kind: BlockKind = "block", *, computed: bool = False) -> float:
         """FLOPs of one block's forward on one microbatch, over all tensor-parallel ranks. A multiplication and an addition are
-        two. Causal attention is counted in full, as publications of FLOP rates do."""
+        two.
+
+        Args:
+            computed: only the half of causal attention that kernels compute; else it is counted in full, as publications of FLOP
+                rates do.
+        """
         attention, mlp, _ = self._matrices(kind)
         tokens = microbatch * self.sequence
         router = self.hidden * self.experts if self.experts > 1 else 0
         scores = 4 * self.sequence * self.hidden * (2 if kind == "decoder" else 1)
+        if computed and (kind == "decoder" or self.family not in ("bert", "t5")):
+            scores -= 2 * self.sequence * self.hidden  # of self-attention, in a decoder beside another one
         return tokens * (2.0 * (attention + self.top_k * mlp + router) + scores)
 
     def head_flops(self, microbatch: int) -> float:
