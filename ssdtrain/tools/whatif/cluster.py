@@ -355,7 +355,7 @@ def searched(
     """
     [blocks] = problem.chunks
     brief = effort <= BRIEF
-    units = in_units(problem, PIECES)
+    units = in_units(problem, PIECES // 2 if brief else PIECES)
     if len(units.layers) == len(blocks):
         pieces = sum(len(block.parts) or 1 for block in blocks)
         return search(problem, limits, objective, effort=effort * len(blocks) / pieces, known=known)
