@@ -77,7 +77,7 @@ class OffloadMetrics(MetricSet):
     """The most bytes that would have been alive for backward had nothing left memory, since the last `reset_peak`: each saved
     storage counts until it is dead and the last saved tensor over it is released."""
     activation_peak_bytes: int = gauge(Unit.BYTES, "with it")
-    """The most `activation_bytes` since the last `reset_peak`."""
+    """The most `activation_bytes` since the plan that is followed began, or the last `reset_peak`."""
     buffer_bytes: int = gauge(Unit.BYTES, "of which buffers")
     """Bytes of the arena of reusable buffers now. 0 on a GPU: there it is pinned host memory, which activations do not take."""
 

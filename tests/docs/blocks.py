@@ -119,6 +119,9 @@ RUN_BY = {
         f"{BLOCKS}::test_the_page_for_deepspeed",
         "without pip, and without the extension that DeepSpeed compiles",
     ),
+    ("docs/framework.md", "import torch"): Ran(
+        "tests/integration/test_toy_framework.py::test_the_toy_trainer_gets_the_same_weights"
+    ),
     ("docs/huggingface.md", 'pip install ".[hf]"'): Ran(
         f"{PAGE_TESTS}::test_every_extra_is_on_the_first_page", "without pip: the extra is there"
     ),

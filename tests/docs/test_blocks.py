@@ -260,7 +260,7 @@ def test_model_state_on_the_cpu(tmp_path: Path) -> None:
     microbatches = [torch.randn(4, 256) for _ in range(8)]
     change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
     names = {"model": model, "optimizer": optimizer}
-    found = run("docs/state.md", "config", change=change, ssdtrain=ssdtrain, **names)
+    found = run("docs/state.md", 'config = {"directories"', change=change, ssdtrain=ssdtrain, **names)
     runtime = found["runtime"]
     assert (
         len(run("docs/state.md", "losses", runtime=runtime, microbatches=microbatches, **names)["losses"])

@@ -170,6 +170,21 @@ def test_trl(make: Callable[..., Any], adapter: bool, tmp_path: Path) -> None:
     assert equal_by_name(trained(True), trained(False))
 
 
+def test_a_callback_that_would_do_nothing_is_an_error(tmp_path: Path) -> None:
+    from types import SimpleNamespace
+
+    from ssdtrain.hf import SSDTrainCallback
+
+    callback = SSDTrainCallback(config_of(tmp_path))
+    for arguments, why in (
+        ({"deepspeed": "ds.json", "n_gpu": 1}, 'the block "ssdtrain" of DeepSpeed'),
+        ({"deepspeed": None, "n_gpu": 2}, "start by torchrun --nproc_per_node 2"),
+    ):
+        with pytest.raises(ValueError, match=why):
+            callback.on_train_begin(SimpleNamespace(**arguments), None, None, model=Net())
+    assert callback.runtime is None
+
+
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
