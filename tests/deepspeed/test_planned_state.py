@@ -79,6 +79,7 @@ def persistent(engine: Any) -> set[str]:
     return {name for name, one in engine.module.named_parameters() if one.ds_persist}
 
 
+@pytest.mark.slow
 def test_state_of_four_times_the_limit_trains_by_one_key_as_by_hand(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make_engine: MakeEngine
 ) -> None:
@@ -98,6 +99,7 @@ def test_state_of_four_times_the_limit_trains_by_one_key_as_by_hand(
     assert all(torch.equal(a, b) for a, b in zip(train(engine, 7), train(by_hand, 7), strict=True))
 
 
+@pytest.mark.slow
 def test_a_config_that_apply_has_written_is_that_by_hand_and_trains_equal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], make_engine: MakeEngine
 ) -> None:
