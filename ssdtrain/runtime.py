@@ -226,6 +226,11 @@ class Runtime:
         return self._reports
 
     @property
+    def moves(self) -> bool:
+        """Whether saved tensors may leave memory; False: there is no offload section, or one with an amount of 0."""
+        return self.config.offload is not None and self.config.offload.moves
+
+    @property
     def enabled(self) -> bool:
         """True if there is a feature."""
         return bool(self.features)

@@ -277,7 +277,9 @@ class _EngineAttachment:
             offload.eligible.add_parameter_predicate(gathered.__contains__)
         offload.eligible.add_parameter_predicate(_compat.is_zero_parameter)
         least, reports = offload.options.min_bytes, self.runtime.reports
-        self.runtime.features.append(InnerHooks(least, *checkpointing.RECOMPUTING, reports=reports))
+        self.runtime.features.append(
+            InnerHooks(least, *checkpointing.RECOMPUTING, reports=reports, moves=self.runtime.moves)
+        )
         patches = Patches()
         # Also where the engine is dropped without `destroy`.
         undo(weakref.finalize(self, patches.undo))

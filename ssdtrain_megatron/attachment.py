@@ -98,7 +98,7 @@ class Attachment:
             engine.eligible.add_exclusion(_compat.marked_not_offload)
             engine.eligible.add_freed_function(_compat.FREEING_FUNCTION)
             runtime.features += [
-                InnerHooks(engine.options.min_bytes, reports=runtime.reports),
+                InnerHooks(engine.options.min_bytes, reports=runtime.reports, moves=runtime.moves),
                 BypassedSchedules(),
             ]
         for chunk in self.chunks:

@@ -80,6 +80,7 @@ class InnerHooks(Feature):
         min_bytes: smaller tensors would not have been offloaded anyway.
         recomputing: modules whose hooks recompute: nothing is lost, as the inputs of the block are offloaded instead.
         reports: log what is served.
+        moves: something may leave memory; False: steps are only measured, and all hooks are left alone.
 
     Attributes:
         served: names of what copies to host memory, served by the tiers.
@@ -87,16 +88,17 @@ class InnerHooks(Feature):
         steps: steps so far.
     """
 
-    def __init__(self, min_bytes: int, *recomputing: str, reports: bool = False) -> None:
+    def __init__(self, min_bytes: int, *recomputing: str, reports: bool = False, moves: bool = True) -> None:
         self.taken: dict[str, int] = {}
         self.served: set[str] = set()
-        self._reports = reports
+        self._reports, self._moves = reports, moves
         self._min_bytes = min_bytes
         self._recomputing = ("torch.utils.checkpoint", *recomputing)
         self.steps = 0
 
     def on_forward(self, forward: Forward) -> AbstractContextManager[None] | None:
-        return self._watched() if self.steps < FIRST_STEPS or self.served else None
+        watches = self._moves and (self.steps < FIRST_STEPS or self.served)
+        return self._watched() if watches else None
 
     def serve(self, name: str) -> None:
         """Note that the tiers serve what is called `name`."""

@@ -150,7 +150,8 @@ def attach(
         runtime.state.optimizer = optimizer
     try:
         if runtime.engine is not None:
-            runtime.features.append(InnerHooks(runtime.engine.options.min_bytes, reports=runtime.reports))
+            least, said = runtime.engine.options.min_bytes, runtime.reports
+            runtime.features.append(InnerHooks(least, reports=said, moves=runtime.moves))
         attach_model(runtime, model)
     except BaseException:
         runtime.close()

@@ -193,3 +193,12 @@ def test_an_output_that_is_written_to_is_an_error(tmp_path: Path) -> None:
         loss = net(torch.randn(16, 32, requires_grad=True)).sum()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             loss.backward()
+
+
+def test_a_baseline_leaves_all_hooks_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ssdtrain")
+    net = Net(inside_of(OffloadActivations))
+    with ssdtrain.attach(net, {"report": {"path": str(tmp_path)}}):
+        COPIED.clear()
+        net(torch.randn(16, 32)).square().mean().backward()
+    assert COPIED and "would copy" not in caplog.text
