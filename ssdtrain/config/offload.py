@@ -92,8 +92,8 @@ class OffloadConfig(StorageSection):
 
     in_flight: PositiveSize | None = None
     """Maximum bytes of stores in flight: saving another tensor waits (at most `deadline`). They also have to fit in `buffer`.
-    Default: on a GPU half of the arena; on the CPU 256MiB, which is a part of the peak there; with GPUDirect Storage that or what
-    two operators save, whichever is more."""
+    What a GPU copies to a pinned host tier itself does not count. Default: on a GPU half of the arena; on the CPU 256MiB, which
+    is a part of the peak there; with GPUDirect Storage that or what two operators save, whichever is more."""
 
     prefetch: Size | None = None
     """Bytes of loads issued ahead of backward; 0: load on demand. Default: a fixed rule that does not depend on the measured

@@ -37,7 +37,7 @@ from ssdtrain.offload.policy import (
     SavedTensorInfo,
 )
 from ssdtrain.offload.tensors.eligible import Eligibility
-from ssdtrain.offload.tensors.meter import ActivationMeter
+from ssdtrain.offload.tensors.meter import ActivationMeter, Seen
 from ssdtrain.offload.tensors.region import Handle, Kept, Region, Releases, captured, modified
 from ssdtrain.offload.tensors.sharing import Extent, extent_of, find_region, make_region
 from ssdtrain.offload.tensors.tape import FAR, Tape
@@ -272,7 +272,7 @@ class OffloadEngine:
         stream: Any | None,
     ) -> Handle | Kept:
         metrics, eligible = self.metrics, self.eligible
-        seen = self.meter.see(storage)
+        seen: Seen = self.meter.see(storage)
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
         if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
             return Kept(tensor)

@@ -181,9 +181,9 @@ class Prefetcher:
         self._fitted = self._full = False
         if self._unread and self._reads:
             unread, self._unread = self._unread, []
-            for region in unread:
-                if not self._reads or not (_had(region) or self._settle(region)):
-                    self._unread.append(region)
+            for earlier in unread:
+                if not self._reads or not (_had(earlier) or self._settle(earlier)):
+                    self._unread.append(earlier)
         far = max(self.limit, mover.departures.limit) if mover.transfer.copies else self.limit
         nbytes, coming = self._ahead_bytes, self._coming
         while nbytes < far and (region := next(coming, None)) is not None:

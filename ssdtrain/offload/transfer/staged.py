@@ -68,7 +68,7 @@ class StagedTransfer:
         self.rests = Rests(device, meter.see_own)
         self.buffers = buffers
         self.device = device
-        self.targets: LoadTargets = LoadTargets(device, meter)
+        self.targets = LoadTargets(device, meter)
         # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
         self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
         self._pinned_ends: list[Event | None] = [

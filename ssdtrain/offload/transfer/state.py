@@ -202,9 +202,11 @@ class TransferState:
         """Let go of what came back; tensors that were handed out own its memory."""
         self.loaded = self.payload = self.load_event = self.decoding = None
         if self.target is not None:
-            self.target.tensor = self.target = None
+            self.target.tensor = None
+            self.target = None
 
     def drop_target(self) -> None:
         """Give up the device memory that was reserved, if nothing has been copied there yet."""
         if self.target is not None:
-            self.target.tensor = self.target = None
+            self.target.tensor = None
+            self.target = None

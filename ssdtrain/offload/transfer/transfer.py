@@ -37,8 +37,10 @@ class Transfer(Protocol):
     """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
     closed: bool
     """The engine is closed: what is in a tier does not come back any more."""
-    targets: LoadTargets | None
-    """Device memory that loads fill; None: the pool reads into the arena."""
+
+    @property
+    def targets(self) -> LoadTargets | None:
+        """Device memory that loads fill; None: the pool reads into the arena."""
 
     @property
     def unstaged(self) -> bool:
