@@ -298,8 +298,6 @@ def test_bad_values_are_found_before_a_script_begins(
         with pytest.raises(SystemExit, match="2"):
             run.main([str(script), *command_line, *words.split()])
         assert said in capsys.readouterr().err
-    with pytest.raises(ConfigError, match="would get no report"):
-        run.main([str(script), "--ssdtrain-report-path", str(tmp_path)])
 
 
 def test_flags_that_a_loop_of_its_own_leaves_unused_are_an_error_in_the_schedule(
