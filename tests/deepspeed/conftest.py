@@ -103,7 +103,8 @@ def _group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             verbose=False,
         )
     yield
-    torch.distributed.destroy_process_group()
+    if torch.distributed.is_initialized():  # else accelerate's `end_training` has ended it
+        torch.distributed.destroy_process_group()
 
 
 @pytest.fixture

@@ -34,7 +34,7 @@ def test_a_command_line_is_answered_by_the_plan_of_its_job(capsys: pytest.Captur
         assert row["saved"] == pytest.approx(34 * 16 * 2048 * 3072, rel=0.005)
     assert "ssd" in {row["action"] for row in blocks}
     assert stage["activation_peak_bytes"] <= stage["activation_budget_bytes"]
-    assert (found["microbatch"], found["largest_microbatch"]) == (16, 16)
+    assert (found["microbatch"], found["largest_microbatch"]) == (16, 32)
     assert (found["model"]["layers"], found["gpus"], found["not_counted"]) == (4, 1, [])
     assert "recomputation of blocks" in [each["what"] for each in found["alternatives"]]
     plan = (
