@@ -182,6 +182,31 @@ def test_a_backward_that_begins_in_the_middle_reads_ahead_from_there(
     other.backward()
 
 
+@pytest.mark.parametrize("at_page", [6, 7, 8])
+def test_where_tensors_lie_in_their_pages_does_not_keep_the_rest_from_being_read_ahead(
+    at_page: int, make_runtime: MakeRuntime
+) -> None:
+    """One that begins at a page takes a page less, and its place in the arena was too small for the others."""
+    runtime = make_runtime(prefetch="1MiB")  # four regions
+    leads = [0 if number == at_page else 64 for number in range(11)]
+    weights = [torch.randn(SIZE * SIZE + 2048) for _ in leads]
+    with runtime.forward():
+        y = torch.randn(SIZE, SIZE, requires_grad=True)
+        for number, (lead, weight) in enumerate(zip(leads, weights, strict=True)):
+            start = (lead - weight.data_ptr()) % 4096 // 4
+            y = y * weight[start : start + SIZE * SIZE].view(SIZE, SIZE)
+            if number == 7:
+                loss = y.sum()
+        other = y.sum()
+    settled(runtime)
+    asked = watch_loads(runtime)
+    with runtime.backward():
+        loss.backward(retain_graph=True)
+    assert not any(asked), f"{sum(asked)} of {len(asked)} loads began when backward asked for them"
+    del loss
+    other.backward()
+
+
 def test_a_store_is_forwarded_once_however_often_it_is_asked_for(
     way: Variant, make_runtime: MakeRuntime
 ) -> None:

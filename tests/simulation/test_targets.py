@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import threading
 
+import pytest
 import torch
 
 from ssdtrain.offload.tensors.meter import ActivationMeter
-from ssdtrain.offload.transfer.targets import LoadTargets
+from ssdtrain.offload.transfer.targets import LoadTargets, NoTargetYet
 from tests.support.simulated.device import SimulatedDevice, Stream
 from tests.support.simulated.timeline import Timeline
 
@@ -133,3 +135,30 @@ def test_memory_that_is_out_of_use_serves_the_next_load_while_loads_go_on() -> N
     loaded.clear()
     targets.note_deaths()
     assert not targets._pending and not targets._alive_bytes
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_memory_for_a_load_that_needs_it_no_more_is_there_for_others(
+    waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """1. memory is made for a load; 2. that one is given up; 3. another load finds no memory beside it."""
+    device, targets = made()
+    lock = threading.Lock()
+    targets.waits = False
+    with pytest.raises(NoTargetYet):
+        targets.reserve(1 << 20)
+    targets.allocate(lock)
+    load_target = device.load_target
+
+    def of_one_mebibyte(nbytes: int) -> torch.Tensor:
+        if targets._allocated is not None:
+            raise torch.OutOfMemoryError("1 MiB is all there is")
+        return load_target(nbytes)
+
+    monkeypatch.setattr(device, "load_target", of_one_mebibyte)
+    targets.waits = waits
+    if not waits:
+        with pytest.raises(NoTargetYet):
+            targets.reserve(1 << 10)
+        targets.allocate(lock)
+    targets.reserve(1 << 10)

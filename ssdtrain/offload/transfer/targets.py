@@ -142,7 +142,7 @@ class LoadTargets:
         try:
             return TargetMemory(self._device.load_target(nbytes))
         except torch.OutOfMemoryError:
-            self._trim(-1)
+            self._give_back()
             return TargetMemory(self._device.load_target(nbytes))
 
     def allocate(self, lock: AbstractContextManager[object]) -> None:
@@ -159,7 +159,7 @@ class LoadTargets:
             tensor = self._device.load_target(nbytes)
         except torch.OutOfMemoryError:
             with lock:
-                self._trim(-1)
+                self._give_back()
             tensor = self._device.load_target(nbytes)
         with lock:
             self._allocated = TargetMemory(tensor)
@@ -190,6 +190,11 @@ class LoadTargets:
             limit = self._peak_bytes - self._alive_bytes if self._alive_bytes else 0
             if self._pending_bytes > limit or pending[0].nbytes > SLACK * self._latest:
                 self._trim(limit)
+
+    def _give_back(self) -> None:
+        """Give back all that is out of use, also what was allocated for a load that does not need it any more."""
+        self._allocated = None
+        self._trim(-1)
 
     def _trim(self, limit: int) -> None:
         """Give back what is out of use, but for `limit` bytes of the size that is needed now: as much as was alive at once stays

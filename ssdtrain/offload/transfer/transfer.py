@@ -205,11 +205,11 @@ class DirectTransfer:
         transfer = region.transfer
         assert transfer.slot is not None
         nbytes = transfer.stored_bytes if transfer.rest is None else region.nbytes
-        lease = self.buffers.acquire(nbytes, transfer.page_offset)
-        if lease is not None:
-            buffer = torch.frombuffer(
-                lease.owning_view(), dtype=torch.uint8
-            )  # it goes back when the storage dies
+        offset = transfer.page_offset
+        # As many pages wherever it lies in them: into the place of one that needs a page less the next one would not fit.
+        lease = self.buffers.acquire(nbytes + ALIGNMENT - 1 - offset, offset)
+        if lease is not None:  # it goes back when the storage dies
+            buffer = torch.frombuffer(lease.owning_view(), dtype=torch.uint8, count=nbytes)
         elif allow_unpooled or not self.buffers.used:
             buffer = bytes_at(transfer.arriving_lead, nbytes, torch.device("cpu"))
             self._seen(buffer.untyped_storage())
