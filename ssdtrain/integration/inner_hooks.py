@@ -27,7 +27,7 @@ from ssdtrain.integration.patching import Patches
 from ssdtrain.integration.selective import hold_offloaded_outputs
 from ssdtrain.messages import report
 from ssdtrain.offload.functorch import PackHook
-from ssdtrain.offload.hooks import SavedTensorRecorder, current_recorder
+from ssdtrain.offload.hooks import current_recorder
 
 __all__ = ["InnerHooks"]
 
@@ -48,7 +48,7 @@ def _noting(plain: Callable[[Any], None]) -> Callable[[Any], None]:
             return plain(hooks)
         if recorder is not None and copies_to_host(type(hooks)):
             watcher.serve(f"{type(hooks).__module__}.{type(hooks).__qualname__}")
-            return _enter_as(recorder, hooks, plain)
+            return plain(saved_tensors_hooks(*recorder.hooks))  # threads may share `hooks`
         watcher._watch(hooks)
         return plain(hooks)
 
@@ -60,14 +60,10 @@ def copies_to_host(kind: type) -> bool:
     return any(base.__name__ in HOST_COPIES for base in kind.__mro__)
 
 
-def _enter_as(recorder: SavedTensorRecorder, hooks: Any, plain: Callable[[Any], None]) -> None:
-    """Enter `hooks` as the hooks of the forward; the object itself is used outside of forwards, too."""
-    theirs = hooks.pack_hook, hooks.unpack_hook
-    hooks.pack_hook, hooks.unpack_hook = recorder.hooks
-    try:
-        plain(hooks)
-    finally:
-        hooks.pack_hook, hooks.unpack_hook = theirs
+def _serve(name: str) -> None:
+    watcher = _watcher.get()
+    if watcher is not None:
+        watcher.serve(name)
 
 
 class InnerHooks(Feature):
@@ -132,7 +128,7 @@ class InnerHooks(Feature):
             if owner in HOST_COPIES:
                 self.serve(f"{pack.__module__}.{owner}")
         try:
-            hold_offloaded_outputs(patches, self.serve)
+            hold_offloaded_outputs(patches, _serve)
             yield
         finally:
             _watcher.reset(token)
