@@ -8,6 +8,7 @@ of it is an object that reads it back. What is traced for compilation is left al
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torchs
 
-from ssdtrain.integration.patching import Patches
+from ssdtrain.integration.patching import Patches, Wrap
 from ssdtrain.offload.functorch import tracing
 from ssdtrain.offload.hooks import HeldTensor, current_recorder, hold
 
@@ -55,7 +56,7 @@ def hold_offloaded_outputs(patches: Patches, served: Callable[[str], None]) -> N
     """Offload what policies of selective checkpointing answer CPU_OFFLOAD for, until `patches` are undone.
 
     Args:
-        served: called with the name of the answer.
+        served: called with the name of the answer, on the thread that asks; the same function for all forwards.
 
     Raises:
         ImportError: this torch has the answers, and not the functions that serve them.
@@ -66,14 +67,22 @@ def hold_offloaded_outputs(patches: Patches, served: Callable[[str], None]) -> N
     if missing:
         raise ImportError(f"torch {torch.__version__} has no torch.utils.checkpoint.{', '.join(missing)}")
 
-    def making(plain: Callable[..., None]) -> Callable[..., None]:
+    patches.replace(getattr(torchs, _MODE), "__init__", _making(served))
+    patches.replace(torchs, _WRAPPER, _holding)
+
+
+@functools.cache
+def _making(served: Callable[[str], None]) -> Wrap:
+    """Make the wrapper of a mode's `__init__`. Forwards inside of forwards and on other threads have the same one, which is applied
+    once: a second question would get the first one's MUST_SAVE."""
+
+    def wrap(plain: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
             plain(self, _asking(policy_fn, served), *args, **kwargs)
 
         return __init__
 
-    patches.replace(getattr(torchs, _MODE), "__init__", making)
-    patches.replace(torchs, _WRAPPER, _holding)
+    return wrap
 
 
 def _asking(policy: Callable[..., Any], served: Callable[[str], None]) -> Callable[..., Any]:
@@ -90,14 +99,14 @@ def _asking(policy: Callable[..., Any], served: Callable[[str], None]) -> Callab
     return ask
 
 
-def _holding(plain: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def wrap(value: Any) -> Any:
+def _holding(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(value: Any, *args: Any, **kwargs: Any) -> Any:
         recorder = current_recorder()
         if not _answered.offload or recorder is None or not isinstance(value, torch.Tensor):
-            return plain(value)
+            return plain(value, *args, **kwargs)  # torch 2.14 also wraps what a pack hook made of an output
         # Below autograd an alias would get a version counter of its own, and a write to the output not be noticed.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             held = hold(recorder.engine, recorder.tape, value)
-        return plain(value) if held is None else _HeldOutput(held)
+        return plain(value, *args, **kwargs) if held is None else _HeldOutput(held)
 
     return wrap

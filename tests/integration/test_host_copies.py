@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,40 @@ def test_a_baseline_leaves_all_hooks_alone(tmp_path: Path, caplog: pytest.LogCap
         COPIED.clear()
         net(torch.randn(16, 32)).square().mean().backward()
     assert COPIED and "would copy" not in caplog.text
+
+
+def test_hooks_that_threads_share_are_not_written_to(tmp_path: Path) -> None:
+    class Shared(OffloadActivations):
+        def __setattr__(self, name: str, value: Any) -> None:
+            assert name not in vars(self)
+            super().__setattr__(name, value)
+
+    hooks = Shared()
+    trained(inside_of(lambda: hooks), tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"), reason="this torch has no such answer")
+def test_a_policy_is_asked_once_in_forwards_inside_of_forwards(tmp_path: Path) -> None:
+    def offloaded(times: int) -> float:
+        net = Net(answering("MUST_CPU_OFFLOAD"))
+        with ExitStack() as closing:
+            runtimes = []
+            for _ in range(times):
+                section = {"directories": str(tmp_path), "amount": "all", "min_bytes": 1}
+                runtimes.append(closing.enter_context(ssdtrain.attach(net, {"offload": section})))
+            net(torch.randn(16, 32)).square().mean().backward()
+            found = [runtime.statistics() for runtime in runtimes]
+            return sum(one.offload.offloaded_bytes + one.offload.avoided_write_bytes for one in found if one)
+
+    assert offloaded(2) == offloaded(1) > 0
+
+
+@pytest.mark.skipif(
+    "respect_saved_tensors_hooks" not in inspect.getsource(checkpoint), reason="torch 2.14 and later"
+)
+@pytest.mark.parametrize("answer", ["MUST_SAVE", "MUST_CPU_OFFLOAD"])
+def test_selective_checkpointing_that_asks_the_hooks_around_it(answer: str, tmp_path: Path) -> None:
+    expected, _ = trained(plain, None)
+    call = functools.partial(answering(answer), respect_saved_tensors_hooks=True)
+    weights, written = trained(call, tmp_path)
+    assert all(map(torch.equal, weights, expected)) and written > 0
