@@ -50,6 +50,7 @@ class SSDTrainCallback(TrainerCallback):  # type: ignore[misc]
     def __init__(self, config: Config | Mapping[str, Any] | str | Path, **options: Any) -> None:
         self.config, self.options = config, options
         self.runtime: Runtime | None = None
+        self._over: int | None = None  # the step that is over and has its log still to come
         self._patches = Patches()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **_: Any) -> None:
@@ -70,25 +71,35 @@ class SSDTrainCallback(TrainerCallback):  # type: ignore[misc]
             return known() if itself() in trainer.callback_handler.callbacks else None
 
         self._patches.replace(
-            transformers.Trainer, "log", adds_metrics(Interval(runtime.statistics()), runtime_of)
+            transformers.Trainer,
+            "log",
+            adds_metrics(Interval(runtime.statistics()), runtime_of, self._end_step),
         )
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Tell the runtime that a step begins."""
+        self._end_step()
         if self.runtime is not None:
             self.runtime.step_begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Tell the runtime that a step is over."""
-        if self.runtime is not None:
-            self.runtime.step_end(number=state.global_step)
+        """Tell the runtime that a step is over; where the trainer is about to log it, with what it logs."""
+        self._over = state.global_step
+        if not control.should_log:
+            self._end_step()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         """Close the runtime."""
         self._end()
 
+    def _end_step(self) -> None:
+        over, self._over = self._over, None
+        if self.runtime is not None and over is not None:
+            self.runtime.step_end(number=over)
+
     def _end(self) -> None:
         self._patches.undo()
+        self._end_step()
         if self.runtime is not None:
             self.runtime.close()
 

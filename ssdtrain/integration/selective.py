@@ -73,8 +73,8 @@ def hold_offloaded_outputs(patches: Patches, served: Callable[[str], None]) -> N
 
 @functools.cache
 def _making(served: Callable[[str], None]) -> Wrap:
-    """Make the wrapper of a mode's `__init__`. Forwards inside of forwards and on other threads have the same one, which is applied
-    once: a second question would get the first one's MUST_SAVE."""
+    """Make the wrapper of a mode's `__init__`. Forwards inside of forwards and on other threads have the same one, which is
+    applied once: a second question would get the first one's MUST_SAVE."""
 
     def wrap(plain: Callable[..., None]) -> Callable[..., None]:
         def __init__(self: Any, policy_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

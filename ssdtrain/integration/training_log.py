@@ -27,12 +27,15 @@ def metrics_since(interval: Interval, runtime: Runtime) -> dict[str, float]:
     return {f"{_PREFIX}/{metric.name}": values[metric.name] for metric in shown(now.declared(), values)}
 
 
-def adds_metrics(interval: Interval, runtime_of: Callable[[Any], Runtime | None]) -> Wrap:
+def adds_metrics(
+    interval: Interval, runtime_of: Callable[[Any], Runtime | None], end_step: Callable[[], None]
+) -> Wrap:
     """Make the wrapper of a trainer's `log(self, logs, ...)`, which adds metrics to logs that have a loss.
 
     Args:
         interval: begins with the runtime.
         runtime_of: returns the runtime whose metrics belong in the log of a trainer; None: there is none.
+        end_step: ends the step that is logged, whose line of the journal has its loss then.
     """
 
     def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,6 +43,7 @@ def adds_metrics(interval: Interval, runtime_of: Callable[[Any], Runtime | None]
             runtime = runtime_of(self) if "loss" in logs else None
             if runtime is not None:
                 runtime.log_values(**{name: logs[name] for name in _VALUES if name in logs})
+                end_step()
                 logs = logs | metrics_since(interval, runtime)
             return plain(self, logs, *args, **kwargs)
 

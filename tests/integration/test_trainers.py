@@ -6,6 +6,7 @@ Models and tokenizers are made here, and written to a directory from which a tra
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -168,6 +169,35 @@ def test_trl(make: Callable[..., Any], adapter: bool, tmp_path: Path) -> None:
         return weights(trainer.model)
 
     assert equal_by_name(trained(True), trained(False))
+
+
+def test_the_journal_has_the_loss_of_each_step(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+    from ssdtrain.hf import SSDTrainCallback
+
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **shape))
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(16 * 8).remainder(64).view(16, 8)]
+    for every in (1, 2):
+        path = tmp_path / str(every)
+        callback = SSDTrainCallback(config_of(tmp_path / "spill") | {"report": {"path": str(path)}})
+        arguments = TrainingArguments(
+            str(tmp_path / "out"),
+            max_steps=4,
+            per_device_train_batch_size=2,
+            logging_steps=every,
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        )
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows, callbacks=[callback])
+        trainer.train()
+        logged = {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry}
+        lines = [json.loads(line) for line in (path / "rank-0.jsonl").read_text().splitlines()]
+        found = {line["step"]: line.get("loss") for line in lines if "step" in line}
+        assert found == {step: logged.get(step) for step in range(1, 5)}
+        assert len(logged) == 4 // every
 
 
 def test_a_callback_that_would_do_nothing_is_an_error(tmp_path: Path) -> None:
