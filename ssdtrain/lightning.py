@@ -44,17 +44,21 @@ class SSDTrainLightningCallback(lightning.Callback):  # type: ignore[misc]
         self.config, self.options = config, options
         self.runtime: Runtime | None = None
         self._interval = Interval()
+        self._logged = 0  # the step up to which metrics are logged: batches that are accumulated have the same one
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to what the strategy calls."""
         self.runtime = attach(trainer.strategy.model or pl_module, self.config, **self.options)
-        self._interval = Interval(self.runtime.statistics())
+        self._interval, self._logged = Interval(self.runtime.statistics()), trainer.global_step
 
     def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
         """Log what log lines show, per step since the log before."""
-        if self.runtime is not None and trainer.global_step % trainer.log_every_n_steps == 0:
-            for logger in trainer.loggers:
-                logger.log_metrics(metrics_since(self._interval, self.runtime), step=trainer.global_step)
+        step = trainer.global_step
+        if self.runtime is None or step == self._logged or step % trainer.log_every_n_steps:
+            return
+        self._logged, values = step, metrics_since(self._interval, self.runtime)
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=step)
 
     def on_train_end(self, *_: Any) -> None:
         """Close the runtime."""

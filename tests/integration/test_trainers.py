@@ -298,7 +298,22 @@ def test_fabric(when: str, tmp_path: Path) -> None:
 def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
     import lightning
 
+    from lightning.pytorch.loggers.logger import Logger
+
     from ssdtrain.lightning import SSDTrainLightningCallback
+
+    class Rows(Logger):
+        name, version = "rows", 0
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows: list[tuple[int | None, dict[str, float]]] = []
+
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            self.rows.append((step, metrics))
+
+        def log_hyperparams(self, *_: Any, **__: Any) -> None:
+            pass
 
     class Module(lightning.LightningModule):
         def __init__(self, net: Net) -> None:
@@ -316,22 +331,26 @@ def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
 
     def trained(attach: bool) -> dict[str, torch.Tensor]:
         module = Module(copy.deepcopy(net))
-        callback = SSDTrainLightningCallback(config_of(tmp_path / "spill"))
+        callback, loggers = SSDTrainLightningCallback(config_of(tmp_path / "spill")), [Rows(), Rows()]
         trainer = lightning.Trainer(
             max_epochs=2,
             accelerator="cpu",
             devices=1,
-            logger=False,
+            logger=loggers,
+            log_every_n_steps=1,
+            accumulate_grad_batches=2,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
             default_root_dir=str(tmp_path),
             callbacks=[callback] if attach else [],
         )
-        trainer.fit(module, torch.utils.data.DataLoader(batch(), batch_size=16))
+        trainer.fit(module, torch.utils.data.DataLoader(batch(), batch_size=8))
         if attach:
             assert callback.runtime is not None and offloaded(callback.runtime) > 0
             assert callback.runtime.steps == 4
+            assert [step for step, _ in loggers[0].rows] == [1, 2, 3, 4]
+            assert loggers[0].rows == loggers[1].rows
         return weights(module)
 
     assert equal_by_name(trained(True), trained(False))
