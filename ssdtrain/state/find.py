@@ -28,7 +28,11 @@ def check(
     problem: tuple[str, str] | None = None
     compiled = next((name for name, module in model.named_modules() if _is_compiled(module)), None)
     if optimizer is None:
-        problem = "needs the optimizer of the model", "ssdtrain.attach(model, config, optimizer=optimizer)"
+        problem = (
+            "needs the optimizer of the model, before a learning rate scheduler is made",
+            "ssdtrain.attach(model, config, optimizer=optimizer) in a loop of your own; a Trainer of Hugging Face or Lightning "
+            "makes both itself, and cannot have this section",
+        )
     elif isinstance(optimizer, torch.optim.LBFGS):
         problem = "meets LBFGS, which needs all parameters at once", "an optimizer that updates each alone"
     elif any(group.get("differentiable") for group in optimizer.param_groups):

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import ssdtrain
+from ssdtrain.config import ConfigError
 from ssdtrain.runtime import Runtime
 from tests.support.tensors import equal_by_name
 
@@ -212,6 +213,10 @@ def test_a_callback_that_would_do_nothing_is_an_error(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=why):
             callback.on_train_begin(SimpleNamespace(**arguments), None, None, model=Net())
+    with pytest.raises(ConfigError, match=r"ssdtrain\.state: .* cannot have this section"):
+        SSDTrainCallback({"state": {"host": "64MiB"}}).on_train_begin(
+            SimpleNamespace(deepspeed=None, n_gpu=1), None, None, model=Net()
+        )
     assert callback.runtime is None
 
 
@@ -297,7 +302,6 @@ def test_fabric(when: str, tmp_path: Path) -> None:
 
 def test_lightning_with_a_step_that_calls_parts(tmp_path: Path) -> None:
     import lightning
-
     from lightning.pytorch.loggers.logger import Logger
 
     from ssdtrain.lightning import SSDTrainLightningCallback
