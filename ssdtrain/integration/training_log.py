@@ -28,14 +28,16 @@ def metrics_since(interval: Interval, runtime: Runtime) -> dict[str, float]:
 
 
 def adds_metrics(
-    interval: Interval, runtime_of: Callable[[Any], Runtime | None], end_step: Callable[[], None]
+    interval: Interval,
+    runtime_of: Callable[[Any], Runtime | None],
+    end_step: Callable[[], object] = lambda: None,
 ) -> Wrap:
     """Make the wrapper of a trainer's `log(self, logs, ...)`, which adds metrics to logs that have a loss.
 
     Args:
         interval: begins with the runtime.
         runtime_of: returns the runtime whose metrics belong in the log of a trainer; None: there is none.
-        end_step: ends the step that is logged, whose line of the journal has its loss then.
+        end_step: ends the step that is logged, whose line of the journal has its loss then; by default it is over already.
     """
 
     def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:

@@ -30,8 +30,8 @@ def check(
     if optimizer is None:
         problem = (
             "needs the optimizer of the model, before a learning rate scheduler is made",
-            "ssdtrain.attach(model, config, optimizer=optimizer) in a loop of your own; a Trainer of Hugging Face or Lightning "
-            "makes both itself, and cannot have this section",
+            "ssdtrain.attach(model, config, optimizer=optimizer) in a loop of your own; a trainer that makes both itself cannot "
+            "have this section",
         )
     elif isinstance(optimizer, torch.optim.LBFGS):
         problem = "meets LBFGS, which needs all parameters at once", "an optimizer that updates each alone"
