@@ -101,7 +101,8 @@ def _known_part(
         if inner is not None and isinstance(value, Mapping):
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):
-            allowed = "a block of keys, or leaving it out"
+            auto = ' "auto",' if issubclass(inner, OffloadConfig) else ""
+            allowed = f"a block of keys,{auto} or leaving it out"
             problems.append(ConfigIssue(f"{path}.{key}", value, "is not a block of keys", allowed))
             continue
         if inner is None and _is_auto(value):
