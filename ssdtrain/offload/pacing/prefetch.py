@@ -252,11 +252,13 @@ class Prefetcher:
         """
         mover, loads = self._mover, self._mover.loads
         room = mover.departures.limit - self._taken_bytes
+        # The walk ends with the first region that reaches past its distance: it may be read, and has no memory yet.
+        beyond = self._ahead[-1] if self._ahead_bytes > max(self.limit, mover.departures.limit) else None
         in_order = True
         for place, region in enumerate(islice(self._ahead, len(self._taken), None), len(self._taken)):
             taken = 0 if region.pointer else region.nbytes  # it is in its tensor
             room -= taken
-            if room < 0 and place:
+            if place and (room < 0 or region is beyond):
                 break
             transfer = region.transfer
             state = transfer.state
