@@ -119,10 +119,6 @@ class OffloadEngine:
         transfer: Transfer = made(store, self.buffers, self.meter, self.coding, device, options.verified)
         self._copies = transfer.copies  # off a device with streams
         self._targets = transfer.targets
-        if self._targets is not None:
-            self._targets.waits = (
-                made is GpuDirectTransfer
-            )  # which reads into them itself, as soon as it begins
         self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
         self._release = self.mover.release  # a region whose last handle is gone
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)

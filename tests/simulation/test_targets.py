@@ -15,9 +15,9 @@ from tests.support.simulated.device import SimulatedDevice, Stream
 from tests.support.simulated.timeline import Timeline
 
 
-def made() -> tuple[SimulatedDevice, LoadTargets]:
+def made(*, waits: bool = True) -> tuple[SimulatedDevice, LoadTargets]:
     device = SimulatedDevice(Timeline(), pcie=1e6, launch_seconds=0.0)
-    return device, LoadTargets(device, ActivationMeter())
+    return device, LoadTargets(device, ActivationMeter(), waits=waits)
 
 
 def test_the_next_copy_waits_for_who_used_the_memory_before() -> None:
@@ -142,9 +142,8 @@ def test_memory_for_a_load_that_needs_it_no_more_is_there_for_others(
     waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """1. memory is made for a load; 2. that one is given up; 3. another load finds no memory beside it."""
-    device, targets = made()
+    device, targets = made(waits=False)
     lock = threading.Lock()
-    targets.waits = False
     with pytest.raises(NoTargetYet):
         targets.reserve(1 << 20)
     targets.allocate(lock)
@@ -156,9 +155,11 @@ def test_memory_for_a_load_that_needs_it_no_more_is_there_for_others(
         return load_target(nbytes)
 
     monkeypatch.setattr(device, "load_target", of_one_mebibyte)
-    targets.waits = waits
-    if not waits:
-        with pytest.raises(NoTargetYet):
+    if waits:
+        with targets.waiting():
             targets.reserve(1 << 10)
-        targets.allocate(lock)
+        return
+    with pytest.raises(NoTargetYet):
+        targets.reserve(1 << 10)
+    targets.allocate(lock)
     targets.reserve(1 << 10)

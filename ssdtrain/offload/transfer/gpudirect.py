@@ -41,6 +41,7 @@ class GpuDirectTransfer(StagedTransfer):
     """Device tensors, to the drives and back without host memory. See Note: [Device memory of transfers]."""
 
     _works = True
+    _reads_into_targets = True
 
     @property
     def largest(self) -> int | None:

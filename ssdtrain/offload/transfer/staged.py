@@ -52,6 +52,8 @@ class StagedTransfer:
 
     copies = True
     closed = False
+    _reads_into_targets = False
+    """A drive does, as soon as a load begins, so that its memory cannot be waited for."""
 
     def __init__(
         self,
@@ -68,7 +70,7 @@ class StagedTransfer:
         self.rests = Rests(device, meter.see_own)
         self.buffers = buffers
         self.device = device
-        self.targets = LoadTargets(device, meter)
+        self.targets = LoadTargets(device, meter, waits=self._reads_into_targets)
         # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
         self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
         self._pinned_ends: list[Event | None] = [

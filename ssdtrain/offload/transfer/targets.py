@@ -82,9 +82,10 @@ class LoadTargets:
     Args:
         device: allocates on its load stream, and records events.
         meter: counts them, and notices their deaths.
+        waits: the allocator may be asked with the engine's lock held, which others then wait for.
     """
 
-    def __init__(self, device: Device, meter: ActivationMeter) -> None:
+    def __init__(self, device: Device, meter: ActivationMeter, *, waits: bool = True) -> None:
         self._device = device
         self._meter = meter
         self._dead: deque[Target] = deque()
@@ -95,8 +96,7 @@ class LoadTargets:
         self._latest = 0  # bytes of the latest target
         self.missing = 0
         """Bytes of the memory that `allocate` is to make; 0: none."""
-        self.waits = True
-        """The allocator may be asked with the engine's lock held, which others then wait for."""
+        self._waits = waits
         self._allocated: TargetMemory | None = None  # for the target that was missing
 
     def reserve(self, nbytes: int, lead: int = 0) -> Target:
@@ -136,7 +136,7 @@ class LoadTargets:
         if (memory := self._dead_memory(nbytes)) is not None:
             return memory
         self._trim(self._peak_bytes - self._alive_bytes - nbytes)
-        if not self.waits:
+        if not self._waits:
             self.missing = nbytes
             raise NoTargetYet
         try:
@@ -167,11 +167,11 @@ class LoadTargets:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Ask the allocator with the engine's lock held, inside."""
-        before, self.waits = self.waits, True
+        before, self._waits = self._waits, True
         try:
             yield
         finally:
-            self.waits = before
+            self._waits = before
 
     def take(self, target: Target) -> torch.Tensor:
         """Return the tensor, which from now on is alive only while others hold it."""
