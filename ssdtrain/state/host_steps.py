@@ -1,11 +1,5 @@
 """Steps of chunks in host memory, by a thread of their own, while backward or the next forward goes on.
 
-Note: [Who has a chunk]
-    The loop's thread moves all bytes and changes all states of parts, as without this file. A `ChunkStep` that has begun gives
-    the tensors of its chunk to the one thread of `HostOptimizer`, which waits for their loads and runs the optimizer's code on
-    them; the loop's thread does not look at them before `ChunkStep.finish`, which whoever needs the chunk calls first
-    (`Residency.load`). So nothing is locked but the optimizer's code, which the loop's thread runs for what is in no chunk.
-
 Note: [When a chunk is stepped]
     With clipping by the exact norm: after `optimizer.step()`, in the order of forward, as far as there is room; a forward waits
     for its chunk. Without, or with the norm of the step before: when the last backward of the step has completed the gradients of
@@ -25,211 +19,32 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
-from ssdtrain.state.chunk import Chunk, Where
+from ssdtrain.state.chunk import Chunk
+from ssdtrain.state.chunk_step import ChunkStep, Groups
 from ssdtrain.state.clip import clip_grad_norm, norms_of
 from ssdtrain.state.hooks import BlockHooks
 from ssdtrain.state.optimizer import ChunkedOptimizer
 from ssdtrain.state.options import Options, copied_options, different_options
 from ssdtrain.state.residency import Residency
-from ssdtrain.state.stored import GradientInTier, StoredTensor
+from ssdtrain.state.stored import GradientInTier
 from ssdtrain.state.transfers import HostCopy, InPlace, Staged
-from ssdtrain.storage import IOFailure, SpillStore, signals_deferred
+from ssdtrain.storage import SpillStore, signals_deferred
 
-__all__ = ["ChunkStep", "HostOptimizer"]
+__all__ = ["HostOptimizer"]
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Classes with a fused version for the CPU, which is ten times as fast there."""
 
-_AT_A_TIME = 2
-"""Chunks of a GPU whose parameters and gradients are in host memory beside their slots: one that is stepped, one that follows."""
-
 _FACTOR = "ssdtrain_clip_factor"
 """Key of the first group in state dicts; see Note: [Delayed clipping]."""
 
-Groups = list[dict[str, Any]]
 NormKind = tuple[float, bool | None]
-
-
-class _Stepped(NamedTuple):
-    """What the thread steps for one parameter: its bytes, its gradient, factors for that, and its optimizer state."""
-
-    parameter: nn.Parameter
-    value: HostCopy
-    gradient: HostCopy
-    scales: Sequence[torch.Tensor]
-    state: dict[str, Any]
-
-
-class ChunkStep:
-    """The step of one chunk, with the options of the moment when it fell due: a `PendingStep`.
-
-    Args:
-        groups: of the optimizer, each with those of its parameters that are of the chunk and have a gradient.
-        factor: for the gradients, whose norms before are computed then; None: 1.
-    """
-
-    def __init__(
-        self, owner: HostOptimizer, chunk: Chunk, groups: Groups, factor: torch.Tensor | None
-    ) -> None:
-        self._owner = owner
-        self._chunk = chunk
-        self._groups = groups
-        self._factor = factor
-        self._tensors: list[_Stepped] = []
-        self._norms: dict[nn.Parameter, torch.Tensor] = {}
-        self._future: Future[None] | None = None
-        self._loaded = self._taken = False
-
-    # The loop's thread
-
-    @property
-    def done(self) -> bool:
-        """Whether `finish` does not wait for the thread."""
-        return self._future is not None and self._future.done()
-
-    def begin(self, *, required: bool) -> bool:
-        if self._future is not None:
-            return True
-        owner, chunk, residency = self._owner, self._chunk, self._owner.residency
-        parameters = [parameter for group in self._groups for parameter in group["params"]]
-        # 1. Room and loads.
-        if owner.in_place:
-            for part in (chunk.values, chunk.gradients, chunk.state):
-                if not residency.begin(part, chunk, required=required, patient=required):
-                    return False
-        else:
-            while len(residency.running) >= _AT_A_TIME:
-                if not required:
-                    return False
-                residency.running[0].finish()
-            residency.begin(chunk.state, chunk)
-            for part in (chunk.values, chunk.gradients):
-                if part.where is Where.LOADING:  # to the device
-                    residency.finish(part)
-            if chunk.values.where is Where.HERE:
-                for value in chunk.values.tensors:
-                    value.begin_store()  # nothing, unless the loop has changed it
-            owner.make_room(2 * sum(parameter.nbytes for parameter in parameters))
-        stored = {value.tensor: value for value in chunk.values.tensors}
-        gradients = {gradient.parameter: gradient for gradient in chunk.stored_gradients()}
-        for tensor in (*stored.values(), *gradients.values()):
-            tensor.wait_for_store()
-        # 2. To the thread.
-        with signals_deferred():
-            chunk.stepping = True
-            self._tensors = [
-                _Stepped(
-                    parameter,
-                    stored[parameter].to_host() if parameter in stored else owner.to_host(parameter),
-                    gradients[parameter].to_host(),
-                    [scale.to("cpu") for scale in gradients[parameter].pending_scales()],
-                    owner.optimizer.state[parameter],
-                )
-                for parameter in parameters
-            ]
-            in_place = [*stored.values(), *gradients.values()] if owner.in_place else []
-            self._future = owner.submit(self._run, [*in_place, *chunk.state.tensors])
-            residency.running.append(self)
-            chunk.ahead = not required
-        self._free_device()
-        return True
-
-    def finish(self) -> None:
-        owner, chunk, residency = self._owner, self._chunk, self._owner.residency
-        self.begin(required=True)
-        assert self._future is not None
-        # 1. The thread is done, and the chunk the loop's again.
-        began = time.perf_counter()
-        failure = self._future.exception()
-        residency.metrics.step_wait_seconds += time.perf_counter() - began
-        try:
-            self._free_device()
-            with signals_deferred():
-                self._take()
-            # 2. What it used is let go.
-            residency.forget(chunk.gradients)
-            residency.finish(chunk.state)
-            owner.adopt_state(chunk)
-            residency.release(chunk.state)
-            if owner.in_place:
-                residency.finish(chunk.values)
-                residency.write(chunk.values)
-        except (IOFailure, RuntimeError):
-            self._end()
-            raise
-        self._end()
-        if failure is not None:
-            raise failure
-
-    def _free_device(self) -> None:
-        """Free what the thread has copies of."""
-        if not self._owner.in_place:
-            self._owner.residency.forget(self._chunk.gradients)
-            if not self._chunk.values.pinned:
-                self._owner.residency.forget(self._chunk.values)
-
-    def _take(self) -> None:
-        """Let the chunk have the bytes that the thread has left, once; if it had all of them."""
-        stored = {value.tensor: value for value in self._chunk.values.tensors}
-        for parameter, value, gradient, *_ in () if self._taken else self._tensors:
-            torch.autograd.graph.increment_version(parameter)
-            if (
-                self._loaded
-                and parameter in stored
-                and (self._owner.in_place or not self._chunk.values.pinned)
-            ):
-                stored[parameter].take(value)
-            elif self._loaded:
-                self._owner.from_host(value, parameter)
-                if parameter in stored:
-                    stored[parameter].in_slot = False
-            value.release()
-            gradient.release()
-        if self._loaded and not self._taken:
-            for tensor in self._chunk.state.tensors:
-                tensor.in_slot = False
-            self._chunk.norms = self._norms
-        self._taken = True
-
-    def _end(self) -> None:
-        with signals_deferred():
-            if self in self._owner.residency.running:
-                self._owner.residency.running.remove(self)
-            self._chunk.gradients.tensors = []
-            self._chunk.stepping = False
-            self._chunk.pending = None
-
-    # The optimizer's thread
-
-    def _run(self, loads: Sequence[StoredTensor]) -> None:
-        for tensor in loads:
-            tensor.wait_for_load()
-        for tensor in self._chunk.state.tensors:
-            tensor.show()
-        copies: dict[nn.Parameter, nn.Parameter] = {}
-        for parameter, value, gradient, scales, _ in self._tensors:
-            value.wait()
-            gradient.wait()
-            for scale in scales:
-                gradient.tensor.mul_(scale)
-            if self._factor is not None:
-                self._norms[parameter] = norms_of([gradient.tensor], *self._owner.norm_kind)[0]
-                gradient.tensor.mul_(self._factor)
-            copies[parameter] = nn.Parameter(value.tensor)
-            copies[parameter].grad = gradient.tensor
-        groups = [
-            {**group, "params": [copies[parameter] for parameter in group["params"]]}
-            for group in self._groups
-        ]
-        states = {copies[stepped.parameter]: stepped.state for stepped in self._tensors}
-        self._loaded = True
-        self._owner.run(groups, defaultdict(dict, states))
 
 
 class HostOptimizer(ChunkedOptimizer):
@@ -324,16 +139,10 @@ class HostOptimizer(ChunkedOptimizer):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step what is in no chunk, and let the chunks fall due that backward has not stepped."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._check_not_torn()
-        self._hooks.end_abandoned()
+        loss = self._begin_step(closure)
         self._check_step()
         self._of_chunk = self._groups()
         for chunk in self._residency.chunks:
-            chunk.forwards = 0  # of one that an interrupt has ended
             if self._fall_due(chunk, None):
                 self._due.append(chunk)
         began = time.perf_counter()

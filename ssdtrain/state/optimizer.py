@@ -133,14 +133,7 @@ class ChunkedOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Make the optimizer's step, for what stays and then chunk by chunk."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self._check_not_torn()
-        self._hooks.end_abandoned()
-        for chunk in self._residency.chunks:
-            chunk.forwards = 0  # of one that an interrupt has ended
+        loss = self._begin_step(closure)
         groups, times = self._groups(), self._residency.times
         options = Options(self.optimizer)
         began = time.perf_counter()
@@ -153,6 +146,18 @@ class ChunkedOptimizer:
         times.chunks += time.perf_counter() - began
         options.finish()
         self._hooks.prefetch()
+        return loss
+
+    def _begin_step(self, closure: Callable[[], Any] | None) -> Any:
+        """Return the loss of `closure`; the passes before the step are over."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_not_torn()
+        self._hooks.end_abandoned()
+        for chunk in self._residency.chunks:
+            chunk.forwards = 0  # of one that an interrupt has ended
         return loss
 
     def _step_of(self, parameters: Sequence[Sequence[nn.Parameter]], options: Options) -> None:

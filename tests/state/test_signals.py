@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from ssdtrain.runtime import Runtime
-from ssdtrain.state import checkpoints, chunk, hooks, host_steps, optimizer, residency, stored, transfers
+from ssdtrain.state import (
+    checkpoints,
+    chunk,
+    chunk_step,
+    hooks,
+    host_steps,
+    optimizer,
+    residency,
+    stored,
+    transfers,
+)
 from ssdtrain.storage import arena, slot, store
 from ssdtrain.storage.signal_safe_lock import _native
 from tests.state.conftest import Attach
@@ -20,7 +30,20 @@ from tests.support.bytecodes import Before, count_bytecodes
 
 pytestmark = pytest.mark.skipif(_native is None, reason="the C extension was not built")
 
-MODULES = (checkpoints, chunk, hooks, host_steps, optimizer, residency, stored, transfers, arena, slot, store)
+MODULES = (
+    checkpoints,
+    chunk,
+    chunk_step,
+    hooks,
+    host_steps,
+    optimizer,
+    residency,
+    stored,
+    transfers,
+    arena,
+    slot,
+    store,
+)
 LAYERS = 3
 
 
