@@ -1,10 +1,11 @@
 """The step of one chunk in host memory, by the thread of `HostOptimizer`.
 
 Note: [Who has a chunk]
-    The loop's thread moves all bytes and changes all states of parts, as where chunks are stepped on the device. A `ChunkStep` that has begun gives
-    the tensors of its chunk to the one thread of `HostOptimizer`, which waits for their loads and runs the optimizer's code on
-    them; the loop's thread does not look at them before `ChunkStep.finish`, which whoever needs the chunk calls first
-    (`Residency.load`). So nothing is locked but the optimizer's code, which the loop's thread runs for what is in no chunk.
+    The loop's thread moves all bytes and changes all states of parts, as where chunks are stepped on the device. A `ChunkStep`
+    that has begun gives the tensors of its chunk to the one thread of `HostOptimizer`, which waits for their loads and runs the
+    optimizer's code on them; the loop's thread does not look at them before `ChunkStep.finish`, which whoever needs the chunk
+    calls first (`Residency.load`). So nothing is locked but the optimizer's code, which the loop's thread runs for what is in no
+    chunk.
 """
 
 from __future__ import annotations
