@@ -200,11 +200,14 @@ class StoredTensor:
             f"{self.name} was written to while it was not in memory, and the write is lost (config section state): write it in "
             "the forward of its block, by the optimizer or load_state_dict, before ssdtrain.attach, or after close()"
         )
-        # Through `.data` no version moves. The host does not wait for a device, whose error it is there.
+        # Through `.data` no version moves. The host does not wait for a device, whose error it is there: of 254 bytes at most.
         if self._nan.device.type == "cpu":
             written = written or not bool(self._nan.isnan())
         elif not written:
-            torch._assert_async(self._nan.isnan(), text)
+            name = self.name.encode("ascii", "replace")[-150:].decode()
+            torch._assert_async(
+                self._nan.isnan(), f"{name} was written to while it was not in memory (config section state)"
+            )
         if not written:
             return None
         self._nan.fill_(torch.nan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 
 import emulated_cuda
@@ -55,6 +56,21 @@ def test_equal_with_activations_offloaded(device: torch.device, attach: Attach) 
 def test_equal_where_only_one_chunk_fits(device: torch.device, attach: Attach) -> None:
     with device:
         test_equality.test_equal_where_only_one_chunk_fits(attach)
+
+
+@pytest.mark.usefixtures("later")
+def test_the_device_is_asked_for_lost_writes_of_parameters_of_any_name(
+    device: torch.device, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA refuses messages of more than 254 bytes, also where there is no error."""
+    texts: list[str] = []
+    monkeypatch.setattr(torch, "_assert_async", lambda _, text: texts.append(text))
+    with device:
+        model = torch.nn.Sequential(OrderedDict({"ö" * 300: make_model()}))
+        optimizer = adamw(model.parameters())
+        attach(model, optimizer)
+        run(Recipe(steps=2), model, optimizer)
+    assert texts and max(len(text.encode()) for text in texts) < 255
 
 
 class OnTheCpu:

@@ -152,7 +152,7 @@ def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         if not isinstance(other, torch.Tensor) or (one.shape, one.dtype) != (other.shape, other.dtype):
             return False
-        return torch.equal(bits_of(one), bits_of(other))
+        return torch.equal(bits_of(one).cpu(), bits_of(other).cpu())
     if isinstance(one, dict):
         return list(one) == list(other) and all(same(value, other[key]) for key, value in one.items())
     if isinstance(one, list | tuple):
