@@ -482,6 +482,21 @@ def test_one_or_two_integers_on_a_gpu_prove_nothing(size: tuple[int, ...]) -> No
     assert not fingerprints.difference([[state]], [[other]])
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_one_or_two_integers_in_host_memory_prove_nothing_where_a_block_computes_on_a_gpu(
+    on_gpu: bool,
+) -> None:
+    """Attention that is efficient in memory keeps that state there."""
+    bytes_there = fingerprints.Fingerprint(
+        (torch.uint8, (8,)), digest=torch.zeros((), device="meta" if on_gpu else "cpu")
+    )
+    state, other = (
+        fingerprints.Fingerprint((torch.int64, ()), digest=torch.full((), value)) for value in (0, 1)
+    )
+    found = fingerprints.difference([[bytes_there], [state]], [[bytes_there], [other]])
+    assert found == ("" if on_gpu else "saved tensor 2 of 2 differs: int64 []")
+
+
 def test_a_second_run_ends_at_its_last_saved_tensor_when_it_is_compared() -> None:
     """What comes after it may free what backward has gathered, as hooks of sharded parameters do."""
     ended = []

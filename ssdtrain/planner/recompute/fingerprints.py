@@ -1,8 +1,8 @@
 """Fingerprints of saved tensors: whether two runs of a block saved the same bytes.
 
 A parameter is compared by identity: backward reads it as it is, also without recomputation. Bytes (uint8) prove nothing, since
-they are the workspace of a kernel that may leave some unwritten (LSTM); nor do one or two integers on a GPU: attention kernels
-leave the state of a generator unwritten where nothing is dropped.
+they are the workspace of a kernel that may leave some unwritten (LSTM); nor do one or two integers of a block that computes on a
+GPU: attention leaves the state of a generator, which may be in host memory, unwritten where nothing is dropped.
 """
 
 from __future__ import annotations
@@ -44,11 +44,12 @@ _NONE = Fingerprint((None, ()))
 def difference(first: Sequence[list[Fingerprint]], second: Sequence[list[Fingerprint]]) -> str:
     """Compare what two runs saved, as many tensors each. Returns what differs; "": nothing. Waits for each device once."""
     by_device: dict[torch.device, list[tuple[int, Fingerprint, torch.Tensor]]] = {}
+    on_gpu = any(one.digest is not None and one.digest.device.type != "cpu" for ones in first for one in ones)
     for number, (ones, others) in enumerate(zip(first, second, strict=True), 1):
         for one, other in zip_longest(ones, others, fillvalue=_NONE):
             if one.like != other.like or one.parameter is not other.parameter:
                 return f"saved tensor {number} of {len(first)} was {_text(one)}, then {_text(other)}"
-            if one.digest is not None and other.digest is not None and _is_conclusive(one):
+            if one.digest is not None and other.digest is not None and _is_conclusive(one, on_gpu):
                 by_device.setdefault(one.digest.device, []).append((number, one, one.digest != other.digest))
     for compared in by_device.values():
         with without_modes():
@@ -59,12 +60,12 @@ def difference(first: Sequence[list[Fingerprint]], second: Sequence[list[Fingerp
     return ""
 
 
-def _is_conclusive(one: Fingerprint) -> bool:
-    """Whether a difference of its bytes says that the block computed something else."""
+def _is_conclusive(one: Fingerprint, on_gpu: bool) -> bool:
+    """Whether a difference of its bytes says that the block, which computes on a GPU or not, computed something else."""
     dtype, sizes, *_ = one.like
     if dtype is torch.uint8:
         return False
-    if one.digest is None or one.digest.device.type == "cpu" or dtype.is_floating_point or dtype.is_complex:
+    if not on_gpu or dtype.is_floating_point or dtype.is_complex:
         return True
     return dtype is torch.bool or math.prod(sizes) > 2
 
