@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import hashlib
+import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -45,7 +46,12 @@ from tests.megatron.rows import Row
 VOCABULARY, LENGTH, SEQUENCES, HIDDEN, HEADS, LAYERS = 128, 64, 2, 64, 4, 4
 STEPS = 3
 
-gpt_layer_spec = get_gpt_layer_with_transformer_engine_spec if ON_GPU else get_gpt_layer_local_spec
+BY_TRANSFORMER_ENGINE = ON_GPU and importlib.util.find_spec("transformer_engine") is not None
+"""Whether layers are those that Megatron has by default on a GPU: of Transformer Engine, where it is installed."""
+
+gpt_layer_spec = (
+    get_gpt_layer_with_transformer_engine_spec if BY_TRANSFORMER_ENGINE else get_gpt_layer_local_spec
+)
 """Makes the layers of GPT. Transformer Engine, the default of Megatron's command line, needs a device."""
 
 
@@ -179,13 +185,13 @@ class Trainer:
                 num_tokentypes=2,
                 transformer_layer_spec=(
                     bert_layer_specs.get_bert_layer_with_transformer_engine_spec()
-                    if ON_GPU
+                    if BY_TRANSFORMER_ENGINE
                     else bert_layer_specs.bert_layer_local_spec
                 ),
                 **common,
             )
         elif self.row.model == "t5":
-            kind = "with_transformer_engine" if ON_GPU else "with_local"
+            kind = "with_transformer_engine" if BY_TRANSFORMER_ENGINE else "with_local"
             model = T5Model(
                 config=self.config,
                 encoder_config=self.config,
