@@ -15,15 +15,24 @@ import torch
 
 import ssdtrain
 from benchmarks.gpu.models import Model
+from ssdtrain.planner.controller import PlanController
 
 __all__ = ["CUBLAS", "WAYS", "Geometry", "Measured", "be_deterministic", "measure"]
 
 WAYS = ("keep", "recompute", "save_on_cpu", "host", "ssd", "host_auto", "ssd_auto")
 """Keep activations; recompute every layer; torch.autograd.graph.save_on_cpu; SSDTrain with everything to host memory, and to the
-drive; the same with the default amount, which is as much as transfers can be hidden for."""
+drive; the same with the default amount, which is as much as transfers can be hidden for.
+
+A value may follow: "recompute:4" recomputes the first four layers, "host:exact" (or "host_auto:exact") offloads by a codec, and
+"plan:20.5" follows a plan by which saved tensors take at most 20.5 GiB of the device, to host memory where it offloads; with
+"plan_exact:20.5" it offloads nothing, and may keep blocks encoded.
+"""
 
 SETTLING = 8
-"""Steps until the default amount is chosen and followed. They count for the peak and the losses alone."""
+"""Steps until the default amount, a plan or the codec "auto" is chosen and followed. Only their losses count, and the peaks of
+those that have no plan."""
+TRIAL = 12
+"""The same of the codec "auto"."""
 
 LONGEST = 40.0
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -75,6 +84,13 @@ class Measured:
     store_wait_seconds: float = 0.0
     load_wait_seconds: float = 0.0
     """Per step."""
+    saved_peak_bytes: int = 0
+    """Highest bytes of saved tensors on the device, by the engine's own count."""
+    predicted_peak_bytes: int = 0
+    predicted_seconds: float = 0.0
+    """What the plan that was followed last predicted for `saved_peak_bytes` and `step_seconds`."""
+    plan: str = ""
+    """Its actions, such as "2 keep, 4 host"."""
 
 
 def measure(
@@ -95,14 +111,14 @@ def measure(
     model = Model(
         geometry.kind, hidden=geometry.hidden, layers=geometry.layers, heads=max(1, geometry.hidden // 128),
         vocabulary=geometry.vocabulary, positions=geometry.sequence,
-        recomputed_blocks=geometry.layers if way == "recompute" else 0, device=device, dtype=dtype,
+        recomputed_blocks=_recomputed(way, geometry.layers), device=device, dtype=dtype,
     )  # fmt: skip
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     tokens = torch.randint(geometry.vocabulary, (geometry.microbatch, geometry.sequence), device=device)
     runtime = _runtime(model, way, device, directory, min(host_bytes, geometry.saved_bytes))
     try:
-        return _train(model, tokens, way, runtime, device, steps, SETTLING if way.endswith("_auto") else 0)
+        return _train(model, tokens, way, runtime, device, steps, _settling(way))
     finally:
         if runtime is not None:
             runtime.close()
@@ -112,16 +128,36 @@ def measure(
             torch.cuda.empty_cache()
 
 
+def _recomputed(way: str, layers: int) -> int:
+    kind, _, value = way.partition(":")
+    return int(value or layers) if kind == "recompute" else 0
+
+
+def _settling(way: str) -> int:
+    name, _, value = way.partition(":")
+    if value == "auto":
+        return TRIAL
+    return SETTLING if name.endswith("_auto") or name.startswith("plan") else 0
+
+
 def _runtime(model: Model, way: str, device: torch.device, directory: str, host_bytes: int) -> Any:
-    kind, _, amount = way.partition("_")
-    if kind not in ("host", "ssd"):
+    name, _, value = way.partition(":")
+    kind, _, option = name.partition("_")
+    if kind not in ("host", "ssd", "plan"):
         return None
-    tier: dict[str, Any] = {"host": host_bytes} if kind == "host" else {"directories": directory}
-    if amount != "auto":
-        tier["amount"] = "all"
-    if device.type == "cpu":
+    tier: dict[str, Any] = {"directories": directory} if kind == "ssd" else {"host": host_bytes}
+    config: dict[str, Any] = {"offload": tier, "report": {"interval": 0}}
+    if kind == "plan":
+        config["plan"] = {"device_limit": int(float(value) * (1 << 30))}
+        if option:
+            del config["offload"]
+            config["plan"]["encode"] = option
+    else:
+        tier |= {"codec": value} if value else {}
+        tier |= {} if option == "auto" else {"amount": "all"}
+    if device.type == "cpu" and "offload" in config:
         tier["min_bytes"] = 1024  # of the dry run, whose tensors are tiny
-    return ssdtrain.attach(model, {"offload": tier, "report": {"interval": 0}})
+    return ssdtrain.attach(model, config)
 
 
 def _train(
@@ -148,6 +184,9 @@ def _train(
     for step in range(settling + max(3, steps)):
         if step == settling and runtime is not None:
             before = runtime.statistics()
+            if way.startswith("plan"):
+                peak = reserved = 0  # a plan's limit does not bind the steps that it is made from
+                runtime.reset_peak()
         if step >= settling + 3 and time.perf_counter() - started > LONGEST:
             break
         base = _begin(device)
@@ -176,6 +215,11 @@ def _train(
         waits, waited = metrics.offload, before.offload
         found.store_wait_seconds = (waits.store_wait_seconds - waited.store_wait_seconds) / counted
         found.load_wait_seconds = (waits.load_wait_seconds - waited.load_wait_seconds) / counted
+        found.saved_peak_bytes = waits.activation_peak_bytes
+        for feature in runtime.features:
+            if isinstance(feature, PlanController) and feature.plan is not None:
+                found.predicted_peak_bytes, found.predicted_seconds = feature.plan.peak, feature.plan.seconds
+                found.plan = feature.plan.summary()
     return found
 
 
