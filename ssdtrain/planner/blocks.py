@@ -224,7 +224,7 @@ class Blocks(PlanSubject):
 
     def moves(self) -> bool:
         plan = self.controller.plan
-        return plan is not None and plan.count("ssd") > 0
+        return plan is not None and plan.count("ssd") + plan.count("host") > 0
 
     # Profiling
 

@@ -314,6 +314,7 @@ class BandwidthDerating:
         split: bool = False,
     ) -> None:
         self.both = split and store.host is not None and bool(store.drives)
+        self._first = "ssd" if store.drives else "host"
         self.margin = StallMargin()
         self.wear = None if endurance is None else WearLimit(endurance)
         self.rates = self._planned = self._latest = Rates(None, None)
@@ -345,7 +346,8 @@ class BandwidthDerating:
         self._host_rates = self._host.since(host).or_else(self._host_rates)
 
     def machine(self, engine: OffloadEngine) -> Machine:
-        """The machine that the next plan counts on: a tier "ssd", one "host" where there are both, and the limits of `engine`."""
+        """The machine that the next plan counts on: a tier "ssd" where there are drives, else "host", or first "ssd" and then
+        "host" where plans tell them apart; and the limits of `engine`."""
         link, margin, rates, limits = self._link, self.margin.value, self.rates, engine.limits()
         host = []
         if self.both:
@@ -361,7 +363,7 @@ class BandwidthDerating:
         read = rates.read or write  # everything so far was taken from its staging buffer
         margin /= limits.carried  # the model counts saved bytes
         return Machine(
-            (Tier("ssd", margin * write, margin * read, depth=ALL_BEGUN), *host),
+            (Tier(self._first, margin * write, margin * read, depth=ALL_BEGUN), *host),
             Link(*(margin * rate for rate in link)) if link is not None else None,
             limits.in_flight,
             limits.prefetch,

@@ -179,7 +179,7 @@ class BlockActions:
         planned = frozenset(name for name, action in actions.items() if action == "recompute")
         self._recompute(planned if recomputed is None else recomputed)
         self.compress(name for name, action in actions.items() if action == "compress")
-        leaving = {"ssd": "offload", "encode": "encode"}
+        leaving = {"ssd": "offload", "host": "offload", "encode": "encode"}
         followed = {name: leaving[action] for name, action in actions.items() if action in leaving}
         expected = sum(piece.saved_by(action) for piece, action in pairs)
         self._policy.follow(followed, expected=max(expected, at_most))

@@ -65,7 +65,8 @@ def alternatives(
     if machine.tiers:
         tiers = tuple(replace(tier, write=2 * tier.write, read=2 * tier.read) for tier in machine.tiers)
         faster = replace(problem, machine=replace(machine, tiers=tiers))
-        cases.append(("drives twice as fast", faster, limits))
+        drives = any(tier.name == "ssd" for tier in machine.tiers)
+        cases.append((f"{'drives' if drives else 'host memory'} twice as fast", faster, limits))
     found: list[tuple[str, Plan | None]] = []
     for name, given, within in cases:
         try:

@@ -195,8 +195,9 @@ class Plan:
 
     @property
     def written(self) -> int:
-        """Bytes to SSD in a step."""
-        return self.timeline.written.get("ssd", 0)
+        """Bytes to SSD in a step; to host memory where there are no drives."""
+        written = self.timeline.written
+        return written.get("ssd", written.get("host", 0))
 
     def count(self, action: str) -> int:
         return self.actions.count(action)

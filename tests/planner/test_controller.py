@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.features import Step
 from ssdtrain.planner.controller import PlanController
@@ -100,6 +101,25 @@ def test_a_plan_that_does_not_fit_is_an_error_at_first_and_later_no_reason_to_st
     with controlled(tmp_path, Goal(1), monkeypatch) as (controller, runtime):
         with pytest.raises(NoPlan, match=r"^ssdtrain\.plan: no plan keeps to"):
             planned(runtime, controller)
+
+
+@pytest.mark.parametrize("drives", [True, False])
+def test_a_plan_names_drives_only_where_there_are_some(
+    drives: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier: dict[str, Any] = {"directories": str(tmp_path)} if drives else {"host": "64MiB"}
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+    model.forward = lambda x: functools.reduce(lambda y, layer: layer(y).tanh(), model.layers, x)
+    with ssdtrain.attach(model, {"offload": {**tier, "min_bytes": 1024}, "plan": "auto"}) as runtime:
+        for _ in range(7):
+            model(torch.randn(256, 64)).square().sum().backward()
+            runtime.step_end()
+        controller = next(one for one in runtime.features if isinstance(one, PlanController))
+        assert controller.problem is not None
+        name = "ssd" if drives else "host"
+        assert {"ssd", "host"} & set(controller.problem.actions) == {name}
+        assert f"with {'drives' if drives else 'host memory'} twice as fast" in caplog.text
 
 
 def test_several_profiled_steps_that_leave_no_plan_are_searched_once(
