@@ -29,7 +29,7 @@ from benchmarks.gpu.measure import Geometry, be_deterministic
 from benchmarks.gpu.sources import MEASURED, digest
 
 GiB = 1 << 30
-LIMITS = (0.75, 0.5, 0.62, 0.38)
+LIMITS = (0.7, 0.42, 0.55, 0.3)
 """Limits of plans, over the peak of keeping everything."""
 STEPS = 6
 COLOURS = {

@@ -67,7 +67,7 @@ doctor() { "$python" -m ssdtrain doctor ${DIRECTORY:+"$DIRECTORY"}; }
 
 tests() { SSDTRAIN_POISON=1 "$python" -m pytest -q -m gpu -p no:cacheprovider --timeout="${TEST_LIMIT:-120}" "$@"; }
 streams() { tests tests/gpu/test_streams.py tests/gpu/test_exact.py tests/test_device.py; }
-training() { tests tests/gpu/test_training.py; }
+training() { tests tests/gpu/test_training.py tests/gpu/test_features.py; }
 kernels() { TEST_LIMIT=240 tests tests/codecs/test_kernels.py; }
 
 bench() {

@@ -187,6 +187,8 @@ def _train(
             if way.startswith("plan"):
                 peak = reserved = 0  # a plan's limit does not bind the steps that it is made from
                 runtime.reset_peak()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
         if step >= settling + 3 and time.perf_counter() - started > LONGEST:
             break
         base = _begin(device)

@@ -1,9 +1,12 @@
 """The device of these tests: a GPU, or the CPU in a dry run."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from benchmarks.gpu.measure import CUBLAS, be_deterministic
 
 DRY_RUN = os.environ.get("SSDTRAIN_GPU_DRY_RUN") == "1"
 
@@ -24,3 +27,13 @@ def gpu() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device, and the CPU has no streams")
     return torch.device("cuda", 0)
+
+
+@pytest.fixture
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same run twice has the same bits: see `benchmarks.gpu.measure.be_deterministic`."""
+    monkeypatch.setenv(CUBLAS, os.environ.get(CUBLAS, ":4096:8"))  # it is taken back
+    before = torch.get_deterministic_debug_mode()
+    be_deterministic()
+    yield
+    torch.set_deterministic_debug_mode(before)

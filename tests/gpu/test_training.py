@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,6 @@ import pytest
 import torch
 
 import ssdtrain
-from benchmarks.gpu.measure import CUBLAS, be_deterministic
 from benchmarks.gpu.models import KINDS, Model
 from ssdtrain.device import device_for
 
@@ -75,16 +73,6 @@ def offloading(model: Model, way: str, directory: Path) -> Iterator[tuple[Callab
         yield nullcontext, runtime
     finally:
         runtime.close()
-
-
-@pytest.fixture
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same run twice has the same bits: see `benchmarks.gpu.measure.be_deterministic`."""
-    monkeypatch.setenv(CUBLAS, os.environ.get(CUBLAS, ":4096:8"))  # it is taken back
-    before = torch.get_deterministic_debug_mode()
-    be_deterministic()
-    yield
-    torch.set_deterministic_debug_mode(before)
 
 
 @pytest.mark.usefixtures("deterministic")
