@@ -329,6 +329,16 @@ class Runtime:
         if self._journal is not None:
             self._journal.add(values)
 
+    def log_late_values(self, **values: float) -> None:
+        """Add values to the step that ended last, as `log_values` to the step that goes on. Before the first end of a step it
+        is that step.
+
+        Raises:
+            ValueError: see `log_values`.
+        """
+        if self._journal is not None:
+            self._journal.add(values, late=True)
+
     def forward(
         self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
     ) -> AbstractContextManager[Tape | None]:
@@ -444,7 +454,8 @@ class Runtime:
 
     def _close(self) -> None:
         found = self.statistics() if self._reports and self.steps and not self._forked else None
-        limits = [text for feature in self.features if (text := feature.limited_by())]
+        seconds = found.step_seconds if found is not None else 0.0
+        limits = [text for feature in self.features if (text := feature.limited_by(seconds))]
         self._reports = False
         with ExitStack() as closing:  # all are closed, whatever one of them raises
             if self._journal is not None:

@@ -62,6 +62,10 @@ def gain_text(peak: float, whole: float, waited: float) -> str:
     return f"{saved}, waited {100 * waited:.1f}% of the step"
 
 
+LEAST_WAIT = 0.0005
+"""Part of the step from which `gain_text` shows a wait that is not 0.0%."""
+
+
 def ratio_text(value: float, base: float) -> str:
     """`value` relative to `base`: "x0.30"; "" if `base` is 0."""
     return f"x{value / base:.2f}" if base > 0 else ""
