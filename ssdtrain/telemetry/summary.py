@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ssdtrain.metrics import MetricSet, shown
 from ssdtrain.telemetry.totals import RuntimeMetrics
-from ssdtrain.text import duration_text, gain_text, rate_text, size_text
+from ssdtrain.text import duration_text, gain_text, rate_text, size_text, with_cause
 
 __all__ = ["summary"]
 
@@ -31,7 +31,7 @@ def summary(metrics: RuntimeMetrics, limit: str) -> str:
         waited = offload.stall_seconds / total if total else 0.0
         gain = gain_text(offload.activation_peak_bytes, offload.unoffloaded_peak_bytes, waited)
         lines[0] += f": {gain}"
-        lines.append(f"limited by: {limit}" if limit else "the tiers kept up with the step")
+        lines.append(with_cause(limit, waited) or "the tiers kept up with the step")
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column()

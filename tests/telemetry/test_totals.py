@@ -244,6 +244,16 @@ def test_a_wait_that_is_shown_as_nothing_limits_nothing(
     assert f"waited {100 * waited:.1f}% of the step" in first and found.startswith(second)
 
 
+def test_the_end_has_the_peak_of_the_last_step_where_a_log_line_began_a_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Megatron's log lines do, the last of them after the last step."""
+    runtime, _ = train(tmp_path, {}, report={"interval": 10**9})
+    runtime.reset_peak()
+    runtime.close()
+    assert "0 B" not in reported(caplog)[-1].splitlines()[0]
+
+
 def test_a_verbose_report_ends_with_all_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, {}, report={"interval": 10**9, "verbose": True})[0].close()
     *_, end = reported(caplog)
