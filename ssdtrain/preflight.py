@@ -157,7 +157,8 @@ def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> No
         if offload.capacity is not None and offload.capacity > free:
             logger.warning(
                 "ssdtrain.offload.capacity: %s is more than the %s that are free in %s: it will be full before, and what finds "
-                "no room stays in memory; set a smaller capacity, or leave it out for nine tenths of the free space (docs/storage.md)",
+                "no room stays in memory; set a smaller capacity, or leave it out for nine tenths of the free space "
+                "(docs/storage.md)",
                 exact_size(offload.capacity),
                 format_size(free),
                 directory,

@@ -75,7 +75,7 @@ def test_a_mistake_is_told_with_what_to_do(
     error = ""
     try:
         make(written)
-    except (Exception, SystemExit) as raised:
+    except (Exception, SystemExit) as raised:  # noqa: BLE001 - whatever it is, its text is compared
         error = str(raised)
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     told = "\n".join([error, *warned, capsys.readouterr().err])

@@ -29,6 +29,7 @@ def check(told: str) -> None:
     assert FIRST.fullmatch(lines[at].strip()), told
     assert SECOND.fullmatch(lines[at + 1].strip()), told
     assert re.search(r"to SSD, a step +[1-9]", told), told
+    print("\n".join(lines[at : at + 2]))  # docs/huggingface.md has them: pytest -rP shows them
 
 
 @pytest.fixture(autouse=True)
