@@ -183,9 +183,13 @@ class Feature:
         is another than before."""
         return ""
 
-    def limited_by(self) -> str:
-        """What keeps it from bringing more, for the end of a run: "drive writes 0.91 GB/s, forward saves 3.10 GB/s"; "" where
-        nothing does, or it is not known."""
+    def limited_by(self, seconds: float) -> str:
+        """Say what keeps it from bringing more, for the end of a run: "drive writes 0.91 GB/s, forward saves 3.10 GB/s"; "" where
+        nothing does, or it is not known.
+
+        Args:
+            seconds: of all steps that have ended; a wait that is nothing of it limits nothing.
+        """
         return ""
 
     def close(self) -> None:

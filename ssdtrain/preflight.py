@@ -157,7 +157,8 @@ def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> No
         if offload.capacity is not None and offload.capacity > free:
             logger.warning(
                 "ssdtrain.offload.capacity: %s is more than the %s that are free in %s: it will be full before, and what finds "
-                "no room stays in memory; set a smaller capacity, or leave it out for nine tenths of the free space",
+                "no room stays in memory; set a smaller capacity, or leave it out for nine tenths of the free space "
+                "(docs/storage.md)",
                 exact_size(offload.capacity),
                 format_size(free),
                 directory,
@@ -166,7 +167,7 @@ def warn_about_drives(offload: OffloadConfig, directories: Sequence[Path]) -> No
         if earlier != index:
             logger.warning(
                 "%s[%d]: %s is on the same drive as %s: two files on it are no faster than one, and each takes its own "
-                "capacity; name one directory for each drive",
+                "capacity; name one directory for each drive (docs/storage.md)",
                 _DIRECTORIES,
                 index,
                 directory,

@@ -117,6 +117,7 @@ class Runtime:
         self.state: ModelState | None = None
         self.clock = StepClock(self._step_over, self._backward_over, self._unended)
         self._step_seconds = 0.0
+        self._before_reset: RuntimeMetrics | None = None
         self._undo = ExitStack()
         self._journal: Journal | None = None
         self._closing: threading.Thread | None = None  # see Note: [Close in a finalizer]
@@ -329,6 +330,16 @@ class Runtime:
         if self._journal is not None:
             self._journal.add(values)
 
+    def log_late_values(self, **values: float) -> None:
+        """Add values to the step that ended last, as `log_values` to the step that goes on. Before the first end of a step it
+        is that step.
+
+        Raises:
+            ValueError: see `log_values`.
+        """
+        if self._journal is not None:
+            self._journal.add(values, late=True)
+
     def forward(
         self, chunk: int = 0, microbatch: int | None = None, *, keep: bool = False
     ) -> AbstractContextManager[Tape | None]:
@@ -409,6 +420,7 @@ class Runtime:
 
     def reset_peak(self) -> None:
         """Begin a new peak of activation memory."""
+        self._before_reset = self.statistics()
         for feature in self.features:
             feature.reset_peak()
 
@@ -444,7 +456,10 @@ class Runtime:
 
     def _close(self) -> None:
         found = self.statistics() if self._reports and self.steps and not self._forked else None
-        limits = [text for feature in self.features if (text := feature.limited_by())]
+        before, seconds = self._before_reset, found.step_seconds if found is not None else 0.0
+        if found is not None and before is not None and before.steps == found.steps:
+            found = before  # peaks began anew after the last step: there was none since
+        limits = [text for feature in self.features if (text := feature.limited_by(seconds))]
         self._reports = False
         with ExitStack() as closing:  # all are closed, whatever one of them raises
             if self._journal is not None:

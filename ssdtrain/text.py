@@ -62,6 +62,21 @@ def gain_text(peak: float, whole: float, waited: float) -> str:
     return f"{saved}, waited {100 * waited:.1f}% of the step"
 
 
+def with_cause(limit: str, waited: float) -> str:
+    """Say what keeps offloading from bringing more: as a limit of the run where it was waited for, else as the reason why more
+    was not offloaded; "" where there is none.
+
+    Args:
+        limit: what it is, such as "drive writes 0.91 GB/s, forward saves 3.10 GB/s"; "": nothing.
+        waited: as in `gain_text`.
+    """
+    return f"{'why not more' if waited < LEAST_WAIT else 'limited by'}: {limit}" if limit else ""
+
+
+LEAST_WAIT = 0.0005
+"""Part of the step from which `gain_text` shows a wait that is not 0.0%."""
+
+
 def ratio_text(value: float, base: float) -> str:
     """`value` relative to `base`: "x0.30"; "" if `base` is 0."""
     return f"x{value / base:.2f}" if base > 0 else ""

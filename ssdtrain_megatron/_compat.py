@@ -46,6 +46,18 @@ _FUNCTIONS: dict[tuple[ModuleType, str], tuple[str, ...]] = {
 }
 """Autograd functions, and how the arguments of their forward begin."""
 
+OFFLOAD_MODULES: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("*.input_layernorm",),
+    "qkv_linear": ("*.self_attention.linear_qkv",),
+    "core_attn": ("*.core_attention",),
+    "attn_proj": ("*.self_attention.linear_proj",),
+    "mlp_norm": ("*.pre_mlp_layernorm",),
+    "expert_fc1": ("*.experts.linear_fc1", "*.local_experts.*.linear_fc1"),
+    "moe_act": ("=*.experts", *(f"=*.local_experts.{'[0-9]' * digits}" for digits in (1, 2, 3))),
+}
+"""Patterns of modules by the names of `--offload-modules`. The activation function of experts is no module: what it saves, the
+module of the experts saves itself."""
+
 _TRAINING: dict[str, tuple[str, ...]] = {
     "arguments": ("add_megatron_arguments",),
     "training": (

@@ -25,6 +25,7 @@ from ssdtrain_megatron import _compat, _compat_comm, compact
 from ssdtrain_megatron.comm import Hooks
 from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
+from ssdtrain_megatron.module_names import with_plain_patterns
 from ssdtrain_megatron.plan import plan_blocks
 from ssdtrain_megatron.recompute import has_grad_mode_side_effects
 from ssdtrain_megatron.schedule import BypassedSchedules, Schedule
@@ -203,7 +204,7 @@ def attach(
         OSError: a directory cannot be used.
     """
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
-    read = load_config(dict(config) if isinstance(config, Mapping) else config)
+    read = with_plain_patterns(load_config(dict(config) if isinstance(config, Mapping) else config))
     if read.active:
         _compat.check()
         _check_chunks(chunks)

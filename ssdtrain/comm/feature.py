@@ -42,12 +42,15 @@ class CompressedCollectives(Feature):
         if not config.compresses or config.comm is None:
             return None
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-            logger.warning("comm does nothing: torch.distributed is not initialised when the runtime is made")
+            logger.warning(
+                "ssdtrain.comm does nothing: torch.distributed is not initialised when the runtime is made; call "
+                "init_process_group first, or leave the comm section out (docs/collectives.md)"
+            )
             return None
         if torch.distributed.get_world_size() == 1:
             logger.warning(
                 "ssdtrain.comm does nothing: there is one rank, and no message to compress; start several ranks, or leave the "
-                "comm section out"
+                "comm section out (docs/collectives.md)"
             )
             return None
         warn_of_untested_torch()

@@ -64,10 +64,16 @@ UNITLESS = 64 * units.KiB
 
 
 def _memory(value: Any) -> int:
-    size = _positive_size(value)
-    if size < UNITLESS and not (isinstance(value, str) and value.strip()[-1].isalpha()):
-        why = f'has no unit, and would be {size} bytes (did you mean "{size}GiB"?)'
-        raise InvalidValue(why, POSITIVE_SIZE_ALLOWED)
+    return _with_unit(_positive_size(value), value, POSITIVE_SIZE_ALLOWED)
+
+
+def _host_memory(value: Any) -> int:
+    return _with_unit(units.parse_size(value), value, units.SIZE_ALLOWED)
+
+
+def _with_unit(size: int, value: Any, allowed: str) -> int:
+    if 0 < size < UNITLESS and not (isinstance(value, str) and value.strip()[-1].isalpha()):
+        raise InvalidValue(f'has no unit, and would be {size} bytes (did you mean "{size}GiB"?)', allowed)
     return size
 
 
@@ -89,6 +95,7 @@ def _switch(value: Any) -> Any:
 SIZE = ValueKind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
 POSITIVE_SIZE = ValueKind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
 MEMORY = ValueKind("size", POSITIVE_SIZE_ALLOWED, _memory, units.exact_size)
+HOST_MEMORY = ValueKind("size", units.SIZE_ALLOWED, _host_memory, units.exact_size)
 CAPACITY = ValueKind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
 DURATION = ValueKind("seconds", units.DURATION_ALLOWED, units.parse_duration)
 AMOUNT = ValueKind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
@@ -252,6 +259,8 @@ PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
 """Bytes, 1 or more."""
 MemorySize = Annotated[int, BeforeValidator(_memory), MEMORY]
 """Bytes of a device, 1 or more, written with a unit."""
+HostMemorySize = Annotated[int, BeforeValidator(_host_memory), HOST_MEMORY]
+"""Bytes of host memory, 0 or more, written with a unit."""
 Capacity = Annotated[int, BeforeValidator(_capacity), CAPACITY]
 """Bytes of a drive, a block or more."""
 Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]

@@ -206,7 +206,7 @@ def _warn_of_memory(key: str, path: Path, kind: str) -> None:
     """Once for a directory: a start expands the same directories several times."""
     logger.warning(
         "%s: %s is on %s, which is memory, not a drive: offloading there does not free RAM. "
-        "Use a directory on an SSD, or `host` to offload to RAM.",
+        "Use a directory on an SSD, or `host` to offload to RAM (docs/storage.md)",
         key,
         path,
         kind,

@@ -10,11 +10,11 @@ __all__ = ["PlanConfig"]
 
 
 class PlanConfig(Section):
-    """Choice of keep, recompute, offload or encode for each block of the model, from a few profiled steps (docs/planner.md).
+    """Choice of keep, recompute, offload or encode for each block of the model, from a few profiled steps (docs/plan-auto.md).
     `"plan": "auto"` is this section with its defaults.
 
     Blocks are offloaded where there is an `offload` section, whose `amount` the plan then decides. Which ones may be
-    recomputed, in plain PyTorch and in each framework: docs/planner.md.
+    recomputed, in plain PyTorch and in each framework: docs/plan-auto.md.
     """
 
     shorthand: ClassVar[str | None] = "mode"
@@ -37,7 +37,7 @@ class PlanConfig(Section):
 
     recompute: Switch = "auto"
     """Whether blocks may be recomputed. Default: those that have no side effects as far as can be seen, where nothing else
-    recomputes them; "on" makes it an error where no block can be recomputed (docs/planner.md)."""
+    recomputes them; "on" makes it an error where no block can be recomputed (docs/plan-auto.md)."""
 
     compress: bool = False
     """Whether the plan may choose compressed inputs of linear layers (lossy), in the blocks where they help. What is compressed,
@@ -47,7 +47,7 @@ class PlanConfig(Section):
     encode: Literal["off", "exact", "int8", "int4"] = "off"
     """Codec by which the plan may keep what a block saves in the memory that it is in, encoded: "exact" in 0.766 of the bytes of
     bfloat16 without changing a bit, "int8" and "int4" in less, rounded. It needs no tier, and takes the time of encoding and
-    decoding, which is measured at start (docs/planner.md). Default: the plan encodes nothing."""
+    decoding, which is measured at start (docs/plan-auto.md). Default: the plan encodes nothing."""
 
     blocks: Patterns = ()
     """What is decided about as one, and may be recomputed: patterns of module names, such as "layers.*". Default: the children of
@@ -55,13 +55,13 @@ class PlanConfig(Section):
 
     file: File | None = None
     """File of an answer of `ssdtrain plan --json`, whose place of model state the framework is configured for at start
-    (docs/planner.md); what it cannot set is an error with what to write. Default: model state is as the framework is
+    (docs/plan-apply.md); what it cannot set is an error with what to write. Default: model state is as the framework is
     configured."""
 
     plot: bool = False
     """Draw activation memory over a step that follows the plan, predicted against measured, into plan-rank-N.png in `report.path`
-    (docs/planner.md). Takes about a second of each rank, for plans 1, 2, 3, 4, 8, 16 ... of a run, and needs matplotlib. Default:
-    nothing is drawn."""
+    (docs/plan-auto.md). It takes about a second of each rank, for plans 1, 2, 3, 4, 8, 16 ... of a run, and needs matplotlib.
+    Default: nothing is drawn."""
 
     def conflicts(self) -> Iterator[ValueConflict]:
         if self.objective == "time" and self.device_limit is None:

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from ssdtrain.config import paths
-from ssdtrain.config.kinds import Capacity, Directories, Size, Switch
+from ssdtrain.config.kinds import Capacity, Directories, HostMemorySize, Switch
 from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.units import exact_size
 
@@ -29,7 +29,7 @@ class StorageSection(Section):
     capacity: Capacity | None = None
     """Maximum bytes per rank on each drive. Default: 90% of the free space, divided among the ranks of the node."""
 
-    host: Size = 0
+    host: HostMemorySize = 0
     """Bytes of host memory per rank, used as a tier before the drives; pinned with a GPU. Default: none."""
 
     threads: Annotated[int, Field(ge=1, le=64)] = 4

@@ -30,22 +30,26 @@ def metrics_since(interval: Interval, runtime: Runtime) -> dict[str, float]:
 def adds_metrics(
     interval: Interval,
     runtime_of: Callable[[Any], Runtime | None],
-    end_step: Callable[[], object] = lambda: None,
+    end_step: Callable[[], object] | None = None,
 ) -> Wrap:
     """Make the wrapper of a trainer's `log(self, logs, ...)`, which adds metrics to logs that have a loss.
 
     Args:
         interval: begins with the runtime.
         runtime_of: returns the runtime whose metrics belong in the log of a trainer; None: there is none.
-        end_step: ends the step that is logged, whose line of the journal has its loss then; by default it is over already.
+        end_step: ends the step that is logged, whose line of the journal has its loss then; None: it is over already.
     """
 
     def wrap(plain: Callable[..., Any]) -> Callable[..., Any]:
         def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
             runtime = runtime_of(self) if "loss" in logs else None
             if runtime is not None:
-                runtime.log_values(**{name: logs[name] for name in _VALUES if name in logs})
-                end_step()
+                values = {name: logs[name] for name in _VALUES if name in logs}
+                if end_step is None:
+                    runtime.log_late_values(**values)
+                else:
+                    runtime.log_values(**values)
+                    end_step()
                 logs = logs | metrics_since(interval, runtime)
             return plain(self, logs, *args, **kwargs)
 

@@ -21,7 +21,7 @@ from ssdtrain.offload.hooks import SavedTensorRecorder
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, Rating, defer_signals
-from ssdtrain.text import duration_text, rate_text, size_text
+from ssdtrain.text import LEAST_WAIT, duration_text, rate_text, size_text
 
 __all__ = ["ActivationOffload"]
 
@@ -195,8 +195,10 @@ class ActivationOffload(Feature):
         tried = " is tried" if self._trial is not None else ""
         return f"{way} | codec: {codec.spec if codec is not None else 'none'}{tried}"
 
-    def limited_by(self) -> str:
+    def limited_by(self, seconds: float) -> str:
         found, store = self.engine.snapshot(), self.store.metrics
+        if found.stall_seconds < LEAST_WAIT * seconds:
+            return ""
         if found.store_wait_seconds > found.load_wait_seconds and store.write_seconds:
             rate = (store.ssd_bytes_written + store.host_bytes_written) / store.write_seconds
             return f"stores, written at {rate_text(rate)}, which forward waited {duration_text(found.store_wait_seconds)} for"

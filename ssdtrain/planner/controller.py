@@ -343,7 +343,7 @@ class PlanController(Feature):
         if self._reports and not self._same:
             report(self._decided)
 
-    def limited_by(self) -> str:
+    def limited_by(self, seconds: float) -> str:
         return "" if self.plan is None or self.problem is None else limit_text(self.problem, self.plan)
 
     def metrics(self) -> Sequence[tuple[str, MetricSet]]:

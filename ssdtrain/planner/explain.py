@@ -13,7 +13,7 @@ from ssdtrain.config.units import GiB
 from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, StepTimeline
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
 from ssdtrain.planner.search import search
-from ssdtrain.text import duration_text, gain_text, rate_text, size_text
+from ssdtrain.text import duration_text, gain_text, rate_text, size_text, with_cause
 
 __all__ = ["Outcome", "alternatives", "limit_text", "plan_table"]
 
@@ -153,11 +153,8 @@ def plan_table(
             f"{duration_text(outcome.stall_seconds)}"
         )
         waited = outcome.stall_seconds / outcome.step_seconds if outcome.step_seconds else 0.0
-        slow = limit_text(problem, best)
-        lines.append(
-            f"  {gain_text(outcome.peak_bytes, outcome.unoffloaded_peak_bytes, waited)}"
-            + (f"; limited by: {slow}" if slow else "")
-        )
+        gain = gain_text(outcome.peak_bytes, outcome.unoffloaded_peak_bytes, waited)
+        lines.append("  " + "; ".join(filter(None, [gain, with_cause(limit_text(problem, best), waited)])))
         for name, seconds in sorted(outcome.load_waits.items(), key=lambda item: -item[1])[:3]:
             lines.append(f"  since the start backward waited {duration_text(seconds)} for {name}")
     return "\n".join(lines)

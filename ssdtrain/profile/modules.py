@@ -166,10 +166,12 @@ def matches(stack: tuple[Running, ...], patterns: tuple[str, ...]) -> bool:
     """Whether the name or class of a running module matches a pattern.
 
     Args:
-        patterns: shell patterns of qualified names ("*.mlp", "layers.0.*") or names of classes ("LayerNorm").
+        patterns: shell patterns of qualified names ("*.mlp", "layers.0.*") or names of classes ("LayerNorm"). With "=" in front
+            the innermost module alone is looked at.
     """
     return any(
-        fnmatchcase(module.name, pattern) or fnmatchcase(module.kind, pattern)
-        for module in stack
+        fnmatchcase(module.name, plain) or fnmatchcase(module.kind, plain)
         for pattern in patterns
+        for plain in (pattern.removeprefix("="),)
+        for module in (stack[-1:] if pattern.startswith("=") else stack)
     )

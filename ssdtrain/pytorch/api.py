@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -22,6 +23,8 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
 from ssdtrain.pytorch.attached import attach_model
 from ssdtrain.runtime import Runtime
+
+logger = logging.getLogger("ssdtrain")
 
 __all__ = ["Offload", "attach", "checkpoint", "offload"]
 
@@ -134,8 +137,20 @@ def attach(
         ConfigError: names the key, the value and what is allowed.
         OSError: a directory cannot be used.
         ValueError: an adapter offloads this model already, or there is a comm section and nothing reduces gradients.
+        TypeError: `model` is no module.
     """
+    if not isinstance(model, nn.Module):
+        kind = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"ssdtrain.attach: the model is a {kind}, not a torch.nn.Module: pass the model that the loop calls"
+        )
     read = load_config(dict(config) if isinstance(config, Mapping) else config)
+    if read.enabled and not read.active:
+        logger.warning(
+            "the config of ssdtrain.attach (%s) switches nothing on: without offload, comm and compact the rest of it has no "
+            'effect; write "offload": {"directories": ...} into it, or "enabled": false (docs/config.md)',
+            ", ".join(sorted(read.model_fields_set)) or "empty",
+        )
     runtime = Runtime(
         read,
         Placement.of(_device_of(model, device), rank, local_rank, local_world_size),

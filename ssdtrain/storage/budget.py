@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ssdtrain.storage.errors import HostBudgetExceeded
+from ssdtrain.text import size_text
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +63,16 @@ def check_host_budget(
     for name, needed, limit in limits:
         if limit is not None and needed > limit:
             raise HostBudgetExceeded(
-                f"{local_world_size} ranks x {per_rank_bytes} bytes of host memory = {required} bytes, but {name} allows {limit}"
-                f" bytes (MemAvailable {budget.available}, cgroup {budget.cgroup}, memlock {memlock}): lower the arena or the"
-                " host tier per rank, run fewer ranks per node, or raise that limit"
+                f"ssdtrain.offload.host and buffer ask for {local_world_size} x {size_text(per_rank_bytes)} of host memory = "
+                f"{size_text(required)} on this node, and {name} allows {size_text(limit)} (MemAvailable "
+                f"{_text(budget.available)}, cgroup {_text(budget.cgroup)}, memlock {_text(memlock)}): lower offload.host or "
+                "offload.buffer, run fewer ranks per node, or raise that limit"
             )
     return budget
+
+
+def _text(limit: int | None) -> str:
+    return "unlimited" if limit is None else size_text(limit)
 
 
 def _mem_available(proc: Path) -> int:

@@ -64,7 +64,7 @@ class Journal:
     ) -> None:
         self._board = board
         self.modules: ModuleBytes | None = None
-        self.reserved = {"step", "load_waits", "modules", "decisions"}
+        self.reserved = {"step", "late", "load_waits", "modules", "decisions"}
         self._interval = interval if rank == 0 else 0
         self._stream: TextIO | None = None
         self.file: Path | None = None
@@ -77,6 +77,7 @@ class Journal:
         self._step, self._logged = Interval(), Interval()
         self._load_waits: dict[str, float] = {}
         self._given: dict[str, float] = {}
+        self._ended = 0
         self._decisions: list[str] = []
 
     @classmethod
@@ -127,12 +128,16 @@ class Journal:
         """Whether it writes a file or event files, and not only the log."""
         return self._stream is not None or self._board is not None
 
-    def add(self, values: Mapping[str, float]) -> None:
-        """Values of the training script, such as the loss, for the next line of the file. What is not finite is left out.
+    def add(self, values: Mapping[str, float], *, late: bool = False) -> None:
+        """Take values of the training script, such as the loss, for the next line of the file. What is not finite is left out.
+
+        Args:
+            late: they are of the step that ended last, and get a line of their own with its number.
 
         Raises:
             ValueError: a name is in `reserved`, or a value is not a number.
         """
+        given: dict[str, float] = {}
         for name, value in values.items():
             if name in self.reserved:
                 raise ValueError(
@@ -145,7 +150,13 @@ class Journal:
                     f"log_values: {name} is not a number ({error}); give one, such as loss.item()"
                 ) from error
             if math.isfinite(number):
-                self._given[name] = number
+                given[name] = number
+        if not late or not self._ended:
+            self._given |= given
+        elif given:
+            self._write({"step": self._ended, "late": True, **given})
+            if (board := self._board) is not None:
+                board.values(self._ended, given)
 
     def step(self, number: int, metrics: RuntimeMetrics, decisions: Sequence[str] = ()) -> None:
         """Record the end of step `number`.
@@ -156,25 +167,31 @@ class Journal:
         """
         tally = self.modules.take() if self.modules is not None else None
         given, self._given = self._given, {}
-        stream, board = self._stream, self._board  # another thread may close them meanwhile
-        if stream is not None:
+        self._ended = number
+        if self._stream is not None:
             waits = self._waits(metrics)
             record = {"step": number, **self._step.end(metrics), **given, "load_waits": _longest(waits)}
             if tally is not None:
                 record["modules"] = _by_module(tally, waits)
             if decisions and self._decisions != list(decisions):
                 record["decisions"] = self._decisions = list(decisions)
-            try:
-                write_line(stream, record)
-            except OSError as error:
-                self._drop(error)
-            except ValueError:
-                if not stream.closed:
-                    raise
-        if board is not None:
+            self._write(record)
+        if (board := self._board) is not None:
             board.step(number, metrics, given)
         if self._interval and number % self._interval == 0:
             messages.report(f"step {number} | {line(metrics.declared(), self._logged.end(metrics))}")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        stream = self._stream  # another thread may close it meanwhile
+        if stream is None:
+            return
+        try:
+            write_line(stream, record)
+        except OSError as error:
+            self._drop(error)
+        except ValueError:
+            if not stream.closed:
+                raise
 
     def _waits(self, metrics: RuntimeMetrics) -> dict[str, float]:
         """Seconds that backward waited in this step, by module, or by the place of a region whose module is not known."""

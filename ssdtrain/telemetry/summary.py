@@ -10,7 +10,7 @@ from rich.table import Table
 
 from ssdtrain.metrics import MetricSet, shown
 from ssdtrain.telemetry.totals import RuntimeMetrics
-from ssdtrain.text import duration_text, gain_text, rate_text, size_text
+from ssdtrain.text import duration_text, gain_text, rate_text, size_text, with_cause
 
 __all__ = ["summary"]
 
@@ -20,7 +20,7 @@ def summary(metrics: RuntimeMetrics, limit: str) -> str:
 
     Args:
         metrics: the latest; at least one step has ended.
-        limit: what keeps offloading from bringing more; "": nothing does.
+        limit: what keeps offloading from bringing more; "": nothing does, and the second line says so.
     """
     offload, total = metrics.offload, metrics.step_seconds
     lines = [f"summary of {metrics.steps} {'step' if metrics.steps == 1 else 'steps'}"]
@@ -31,7 +31,7 @@ def summary(metrics: RuntimeMetrics, limit: str) -> str:
         waited = offload.stall_seconds / total if total else 0.0
         gain = gain_text(offload.activation_peak_bytes, offload.unoffloaded_peak_bytes, waited)
         lines[0] += f": {gain}"
-        lines += [f"limited by: {limit}"] if limit else []
+        lines.append(with_cause(limit, waited) or "the tiers kept up with the step")
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column()

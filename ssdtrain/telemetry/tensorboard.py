@@ -51,14 +51,18 @@ class TensorBoard:
             metrics: totals.
             given: values of the training script in this step.
         """
-        writer = self._writer  # another thread may close it meanwhile
-        if writer is None:
-            return
         values = dict(given)
         if number % self._interval == 0:
             found = self._since.end(metrics)
             self._shown |= {name for name, value in found.items() if value}
             values |= {f"ssdtrain/{name}": value for name, value in found.items() if name in self._shown}
+        self.values(number, values)
+
+    def values(self, number: int, values: Mapping[str, float]) -> None:
+        """Write values of step `number` under their own names."""
+        writer = self._writer  # another thread may close it meanwhile
+        if writer is None:
+            return
         try:
             for name, value in values.items():
                 writer.add_scalar(name, value, number)

@@ -17,6 +17,7 @@ from deepspeed import comm as dist
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 import ssdtrain_ds
+from ssdtrain.tools.report.run import JournaledRun
 from tests.deepspeed import upstream
 from tests.deepspeed.models import MIN_BYTES
 from tests.deepspeed.training import parameters_of, sha1
@@ -93,7 +94,8 @@ def train(name: str, directory: Path, *, block: bool) -> dict[str, Any]:
     }
     if block:
         deepspeed_config["ssdtrain"] = {
-            "offload": {"directories": str(directory / name), "min_bytes": MIN_BYTES, "threads": 1}
+            "offload": {"directories": str(directory / name), "min_bytes": MIN_BYTES, "threads": 1},
+            "report": {"path": str(directory / name / "report")},
         }
     AcceleratorState._reset_state()
     arguments = TrainingArguments(
@@ -123,6 +125,9 @@ def train(name: str, directory: Path, *, block: bool) -> dict[str, Any]:
     trainer.model_wrapped.destroy()
     trainer_of.clear()
     look.found["log_is_plain"] = Trainer.log is PLAIN_LOG
+    if block:
+        (journal,) = JournaledRun.read(directory / name / "report").journals
+        look.found["journal"] = [journal.by_step[entry["step"]].get("loss") for entry in logged]
     return {**look.found, "losses": losses}
 
 

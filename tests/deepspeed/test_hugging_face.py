@@ -36,6 +36,11 @@ def test_the_trainer_gets_the_same_losses_and_parameters(name: str, found: dict[
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_the_journal_has_each_loss_at_its_own_step(name: str, found: dict[str, Any]) -> None:
+    assert found[name]["offloaded"]["journal"] == found[name]["offloaded"]["losses"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_activations_of_the_model_left_and_nothing_is_there_any_more(
     name: str, found: dict[str, Any]
 ) -> None:

@@ -133,11 +133,16 @@ RUN_BY = {
         f"{PAGE_TESTS}::test_the_commands_that_watch_a_run_work", "other directories"
     ),
     ("docs/planner.md", "ssdtrain plan"): Ran(f"{BLOCKS}::test_planner"),
-    ("docs/planner.md", "ssdtrain estimate my_package"): Ran(f"{BLOCKS}::test_planner"),
-    ("docs/planner.md", "ssdtrain estimate --gpu"): Ran(f"{BLOCKS}::test_planner"),
-    ("docs/planner.md", "runtime = ssdtrain.attach"): Ran(f"{BLOCKS}::test_automatic_plans", "the directory"),
-    ("docs/planner.md", '"ssdtrain"'): IS_A_CONFIG,
-    ("docs/planner.md", "from ssdtrain.planner.execute"): Ran(f"{BLOCKS}::test_a_plan_of_blocks_is_followed"),
+    ("docs/plan-apply.md", "ssdtrain plan"): Ran(f"{BLOCKS}::test_planner", "other directories"),
+    ("docs/estimate.md", "ssdtrain estimate my_package"): Ran(f"{BLOCKS}::test_planner"),
+    ("docs/estimate.md", "ssdtrain estimate --gpu"): Ran(f"{BLOCKS}::test_planner"),
+    ("docs/plan-auto.md", "runtime = ssdtrain.attach"): Ran(
+        f"{BLOCKS}::test_automatic_plans", "the directory"
+    ),
+    ("docs/plan-auto.md", '"ssdtrain"'): IS_A_CONFIG,
+    ("docs/plan-apply.md", "from ssdtrain.planner.execute"): Ran(
+        f"{BLOCKS}::test_a_plan_of_blocks_is_followed"
+    ),
     ("docs/storage.md", "from ssdtrain.storage"): Ran(f"{BLOCKS}::test_storage", "directories and sizes"),
     ("docs/trace.md", '"ssdtrain"'): IS_A_CONFIG,
     ("docs/trace.md", "ssdtrain report"): Ran(f"{BLOCKS}::test_trace"),

@@ -211,7 +211,7 @@ def test_automatic_plans(tmp_path: Path) -> None:
     """Each line by itself: they are alternatives."""
     import ssdtrain
 
-    lines = block("docs/planner.md", "runtime = ssdtrain.attach").text.splitlines()
+    lines = block("docs/plan-auto.md", "runtime = ssdtrain.attach").text.splitlines()
     assert len(lines) == 2
     for line in lines:
         model = Stack()
@@ -332,13 +332,16 @@ def test_bench_between_processes() -> None:
 
 @pytest.mark.long
 def test_planner(capsys: pytest.CaptureFixture[str]) -> None:
-    (plan,), (estimate,), (training,) = (
+    (plan,), (apply,), (estimate,), (training,) = (
         commands("docs/planner.md", "ssdtrain plan"),
-        commands("docs/planner.md", "ssdtrain estimate my_package"),
-        commands("docs/planner.md", "ssdtrain estimate --gpu"),
+        commands("docs/plan-apply.md", "ssdtrain plan"),
+        commands("docs/estimate.md", "ssdtrain estimate my_package"),
+        commands("docs/estimate.md", "ssdtrain estimate --gpu"),
     )
     assert main(plan[1:]) == 0
     assert "step time" in capsys.readouterr().out
+    assert apply[-2:] == [">", "plan.json"] and main(apply[1:-2]) == 0
+    assert json.loads(capsys.readouterr().out) and "offload_optimizer" in Path("ds.json").read_text()
     Path("my_package").mkdir()
     Path("my_package/model.py").write_text(
         "import torch\n"
@@ -364,7 +367,7 @@ def test_a_plan_of_blocks_is_followed() -> None:
     model, x = Stack(), torch.randn(64, 128)
     config = {"offload": {"directories": "spill", "min_bytes": "4KiB"}}
     names = run(
-        "docs/planner.md",
+        "docs/plan-apply.md",
         "from ssdtrain.planner.execute",
         ssdtrain=ssdtrain,
         model=model,

@@ -38,7 +38,8 @@ def test_ranks_count_together(machine: tuple[Path, Path]) -> None:
     with pytest.raises(HostBudgetExceeded, match="MemAvailable") as raised:
         check_host_budget(9 * GiB, 8, proc=proc, sysfs=sysfs)
     text = str(raised.value)
-    assert "8 ranks" in text and str(72 * GiB) in text and str(64 * GiB) in text and "lower" in text
+    assert "8 x 9.00 GiB" in text and "72.0 GiB" in text and "64.0 GiB" in text
+    assert "lower offload.host or offload.buffer" in text
 
 
 def test_a_version_2_cgroup_limits_and_its_file_cache_counts_as_free(machine: tuple[Path, Path]) -> None:

@@ -19,6 +19,7 @@ from ssdtrain.features import Placement
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry import journal
 from ssdtrain.telemetry.journal import Journal
+from ssdtrain.tools.report.run import JournaledRun
 
 SIZE = 128
 
@@ -216,3 +217,15 @@ def test_values_of_the_script_are_numbers_with_names_of_their_own(tmp_path: Path
                     runtime.log_values(loss=value)  # type: ignore[arg-type]
     [line] = [json.loads(text) for text in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     assert (line["step"], line["loss"], line["rate"], line["on"]) == (1, 2.5, 3.0, 1.0)
+
+
+def test_values_that_come_after_the_end_of_their_step_are_of_that_step(tmp_path: Path) -> None:
+    with Runtime(load_config({"offload": {"host": "1MiB"}, "report": {"path": str(tmp_path)}})) as runtime:
+        for loss in (2.5, 1.5):
+            runtime.step_begin()
+            runtime.step_end()
+            runtime.log_late_values(loss=loss)
+    run = JournaledRun.read(tmp_path)
+    (journal,) = run.journals
+    assert {step: values["loss"] for step, values in journal.by_step.items()} == {1: 2.5, 2: 1.5}
+    assert journal.lines == 2 and all("step_seconds" in values for values in journal.by_step.values())

@@ -228,6 +228,32 @@ def test_rank_0_says_at_start_where_tensors_go_and_at_the_end_what_happened(
     assert 5 <= len(rows) <= 10 and "buffer bytes" not in end
 
 
+@pytest.mark.parametrize(
+    ("waited", "second"), [(0.0, "the tiers kept up with the step"), (0.5, "limited by: loads")]
+)
+def test_a_wait_that_is_shown_as_nothing_limits_nothing(
+    waited: float, second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    runtime, _ = train(tmp_path, {}, report={"interval": 10**9})
+    assert runtime.engine is not None
+    counted, seconds = runtime.engine.metrics, runtime.statistics().step_seconds  # type: ignore[union-attr]
+    counted.load_wait_seconds = waited * seconds + 0.0001 * seconds
+    counted.store_wait_seconds = 0.0
+    runtime.close()
+    first, found, *_ = reported(caplog)[-1].splitlines()
+    assert f"waited {100 * waited:.1f}% of the step" in first and found.startswith(second)
+
+
+def test_the_end_has_the_peak_of_the_last_step_where_a_log_line_began_a_new_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As Megatron's log lines do, the last of them after the last step."""
+    runtime, _ = train(tmp_path, {}, report={"interval": 10**9})
+    runtime.reset_peak()
+    runtime.close()
+    assert "0 B" not in reported(caplog)[-1].splitlines()[0]
+
+
 def test_a_verbose_report_ends_with_all_metrics(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     train(tmp_path, {}, report={"interval": 10**9, "verbose": True})[0].close()
     *_, end = reported(caplog)

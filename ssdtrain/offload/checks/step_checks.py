@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 
 from ssdtrain.config import OffloadConfig
+from ssdtrain.config.units import exact_size
 from ssdtrain.features import FIRST_STEPS, Forward, Placement, Step
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.storage import Endurance, SpillStore
@@ -124,11 +125,15 @@ class StepChecks:
         elif not found.saved_bytes:
             why = (
                 f"none of {found.saved_tensors} saved tensors may move: lower offload.min_bytes "
-                f"({self.engine.options.min_bytes} bytes), and check the device ({self._place.device})"
+                f"({exact_size(self.engine.options.min_bytes)}), and check the device ({self._place.device})"
             )
         else:
             why = (
                 f"the policy kept all {found.saved_bytes} bytes: raise offload.amount, and check that the patterns of "
                 "offload.include, exclude and modules leave something"
             )
-        logger.warning("offload is enabled and moved nothing in the first %d steps: %s", FIRST_STEPS, why)
+        logger.warning(
+            "offload is enabled and moved nothing in the first %d steps: %s (docs/troubleshooting.md)",
+            FIRST_STEPS,
+            why,
+        )

@@ -92,9 +92,12 @@ class RankJournal:
         step = record["step"]
         if not isinstance(step, int) or not 0 <= step < 1 << 63:
             raise ValueError(f"the step {str(step)[:40]} is no number of a step")
-        values = {name: value for name, value in record.items() if name != "step" and _is_value(value)}
-        self.by_step[step] = values
-        self.lines += 1
+        late = bool(record.get("late"))  # more values of a step that has its line
+        values = {
+            name: value for name, value in record.items() if name not in ("step", "late") and _is_value(value)
+        }
+        self.by_step[step] = {**(self.by_step.get(step, {}) if late else {}), **values}
+        self.lines += not late
         for name, value in values.items():
             self.totals[name] = self.totals.get(name, 0) + value
         if record.get("decisions"):
