@@ -20,16 +20,17 @@ Note: [What is owed is sent first]
     for: its own flags need no message of a peer. So no two ranks wait for each other's elements.
 
 Note: [Rest after an overflow]
-    What overflows often costs time, and saves nothing. After a payload of which more than `TOLERATED` did not fit, messages of
-    its kind between the same ranks go uncompressed: 2, after the second such payload among `RECENT` calls 4, and so on; after
-    `MOST_OVERFLOWS` all. Sender and receiver both know all that are `LAG` or more calls ago, because no more calls of a kind are
-    under way, and decide by these alone.
+    What overflows often costs time, and saves nothing. After a payload of which more than `TOLERATED` did not fit, the next 4
+    messages of its kind between the same ranks go uncompressed. If the first one after such a rest does not fit either, the next
+    rest is 4 times as long, up to `MOST_RESTS` times. What was under way meanwhile says nothing more: overflows of fewer than
+    `LAG` calls after the first one are one failure. Sender and receiver both know all that are `LAG` or more calls ago, because
+    no more calls of a kind are under way, and decide by these alone.
 """
 
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_right, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -45,12 +46,10 @@ LAG = 16
 """Number of calls of a kind that may be under way; another one waits for the oldest."""
 TOLERATED = 1 / 8
 """Share of a payload's sections that may not fit and cost no rest: about what the codec saves."""
-RECENT = 64
-"""Number of calls before an overflow whose overflows make the rest after it longer."""
+MOST_RESTS = 6
+"""Number of rests in a row after which they get no longer: 4096 calls."""
 MOST_SENT = 256
 """Number of messages with elements that may be under way, before the oldest is waited for."""
-MOST_OVERFLOWS = 12
-"""Number of overflows among the `RECENT` calls before the last one after which messages of a kind stay uncompressed."""
 OVERFLOWED = "the codec exact did not fit lately"
 """Reason of calls that go uncompressed after an overflow."""
 
@@ -177,9 +176,7 @@ class Overflows:
         known = bisect_right(overflowed, number - LAG)
         if known == 0:
             return False
-        last = overflowed[known - 1]
-        recent = known - bisect_left(overflowed, last - RECENT)
-        return recent >= MOST_OVERFLOWS or number - LAG - last < 1 << recent
+        return number - LAG - overflowed[known - 1] < _rest(overflowed[:known])
 
     def owe(self, payloads: Sequence[SentPayload], metrics: CommMetrics) -> None:
         """Send the elements of sections of `payloads` that did not fit: now, or on a device when the host reads flags.
@@ -248,7 +245,20 @@ class Overflows:
         known, number = self._overflowed[payload.name.path], payload.name.number
         if number not in known:  # a call may have several payloads
             insort(known, number)
-            del known[: -(RECENT + LAG)]
+            del known[: -(MOST_RESTS + 2) * LAG]
+
+
+def _rest(overflowed: Sequence[int]) -> int:
+    """Return how many messages rest after calls of these numbers did not fit. See Note: [Rest after an overflow]."""
+    first = last = overflowed[0]
+    rests = 1
+    for number in overflowed[1:]:
+        if number >= first + LAG:  # it was tried although the first one was known
+            again = number <= last + LAG + 4**rests
+            rests = min(rests + 1, MOST_RESTS) if again else 1
+            first = number
+        last = number
+    return int(4**rests)
 
 
 def _count(section: slice) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Callable
+from typing import NamedTuple
+
 import pytest
 import torch
 
+from ssdtrain.comm import overflow
 from tests.comm import exact_ranks
 from tests.comm.exact_ranks import NO_ONE
 from tests.support.ranks import on_ranks
@@ -67,16 +72,49 @@ def test_after_an_overflow_messages_of_its_kind_rest_on_both_ends() -> None:
     coded, raw = 77, 100
     steady, overflowing = on_ranks(2, exact_ranks.rests, "cpu")
     assert all(set(shares) == {coded} for shares, _ in steady.values())
-    # Calls 0 and 1 overflow. Both ends act on that three calls later: for two calls, and for four from the second on.
+    # Calls 0 and 1 overflow. Both ends act on each three calls later, for four calls: 3 to 6, and 4 to 7.
     expected = [raw, raw, coded, raw, raw, raw, raw, raw, *[coded] * 8]
     assert overflowing == dict.fromkeys(("zero_gather", "ep", "pp_forward"), (expected, 5))
 
 
-def test_what_keeps_not_fitting_goes_uncompressed_for_good() -> None:
-    """As many are tried as may be under way before an overflow is known everywhere."""
+def test_what_keeps_not_fitting_rests_longer_each_time() -> None:
+    """As many are tried as may be under way before an overflow is known everywhere, behind rests of 4, 16 and 64."""
     for overflows, fallbacks, ratio in on_ranks(2, exact_ranks.never_fits, "cpu"):
-        assert (overflows, fallbacks) == (16, 384)
+        assert (overflows, fallbacks) == (64, 336)
         assert ratio <= 1.0002
+
+
+def rested(calls: int, fits: Callable[[int], bool], under_way: int = 1) -> list[int]:
+    """Numbers of the calls of a kind that are not tried, where an overflow is known after so many calls."""
+    path = overflow.PayloadPath(("kind",), 0, None)
+    seen, found = overflow.Overflows.__new__(overflow.Overflows), []
+    seen._overflowed = defaultdict(list)
+    pending: list[int] = []
+    for number in range(calls):
+        if seen.rests(path, number):
+            found.append(number)
+        elif not fits(number):
+            pending.append(number)
+        while pending and pending[0] <= number - under_way + 1:
+            seen._note(_Payload(overflow.PayloadName(path, pending.pop(0), "")), [0])
+    return found
+
+
+class _Payload(NamedTuple):
+    name: overflow.PayloadName
+    flags: tuple[int, ...] = (0,)
+
+
+@pytest.mark.parametrize("under_way", [1, overflow.LAG])
+def test_overflows_under_way_together_are_one_failure(under_way: int) -> None:
+    """All of the calls that overlapped, such as microbatches of a step, once; and a call of many that never fits."""
+    lag = overflow.LAG
+    together = rested(1000, lambda number: number >= lag, under_way)
+    assert together == list(range(lag, 2 * lag + 3))
+    alone = rested(50 * 64, lambda number: number % 64 != 0, under_way)
+    assert len(alone) == 50 * 4
+    never = rested(100_000, lambda number: False, under_way)
+    assert len(never) > 99_000
 
 
 @pytest.mark.parametrize(

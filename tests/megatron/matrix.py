@@ -114,6 +114,7 @@ def offloaded_run(row: Row, directory: str) -> dict[str, Any]:
             "saved": offload.saved_bytes,
             "plans": found.values().get("auto/plans", 0) + found.values().get("plan/plans", 0),
             "recomputed": found.values().get("plan/recomputed_blocks", 0),
+            "encoded": offload.kept_encoded_bytes,
             "live_regions": offload.live_regions,
             "live_slots": found.store.live_slots,
             "loaded": offload.loaded_bytes,

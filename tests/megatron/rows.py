@@ -52,7 +52,12 @@ class Row:
     @property
     def recomputes(self) -> bool:
         """Its plan has nothing but recomputation to choose."""
-        return self.plan is not None and not self.tiers
+        return self.plan is not None and not self.tiers and not self.encodes
+
+    @property
+    def encodes(self) -> bool:
+        """Its plan has nothing to choose but what stays encoded."""
+        return self.plan is not None and "encode" in self.plan
 
     @property
     def etp(self) -> int | None:
@@ -154,6 +159,8 @@ offload recomputes nothing, which changes no bit."""
 
 LEAST = {"objective": "memory", "max_slowdown": 0.99}
 """A plan that recomputes whatever may be."""
+ENCODED = {"recompute": "off", "encode": "exact", "max_slowdown": 1.0}
+"""A plan that keeps encoded whatever may be."""
 PLANNED: dict[str, Any] = {"plan": LEAST, "tiers": False, "dropout": 0.1, "steps": 8, "counted": False}
 
 ON_DEVICES = [
@@ -264,6 +271,14 @@ ROWS = [
         **{**PLANNED, "plan": {"device_limit": "1536KiB"}},
     ),
     Row("tp2 pp2, plan, recompute, bf16", 4, tp=2, pp=2, bf16=True, **PLANNED),
+    Row(
+        "tp2 sp, plan, encode, bf16",
+        2,
+        tp=2,
+        bf16=True,
+        options={"sequence_parallel": True},
+        **{**PLANNED, "plan": ENCODED},
+    ),
     Row("tp2 pp2, plan", 4, tp=2, pp=2, counted=False, plan="auto", steps=UNWRITTEN),
     Row("tp2 pp2, recompute full, distributed", 4, tp=2, pp=2, dropout=0.1, options=SPREAD, counted=False),
     Row("tp2 sp pp2, bf16", 4, tp=2, pp=2, bf16=True, options={"sequence_parallel": True}),

@@ -72,6 +72,8 @@ def test_a_plan_is_made_and_followed(row: Row) -> None:
     assert any(offloaded["plans"] > 0 for offloaded in found)
     if row.recomputes:
         assert all(offloaded["recomputed"] > 0 for offloaded in found)
+    if row.encodes:
+        assert all(offloaded["encoded"] > 0 for offloaded in found)
 
 
 @pytest.mark.parametrize("row", parameters([row for row in ROWS if row.counted]))

@@ -8,6 +8,7 @@ import torch
 from ssdtrain.codecs import make_fixed_size_codec
 from ssdtrain.codecs.base import FLOATS
 from ssdtrain.offload.free_codec import is_free
+from ssdtrain.offload.pacing import limits
 from ssdtrain.offload.policy import Action
 from ssdtrain.offload.transfer.coding import AUTOMATIC_BYTES, CodecRule, Coding
 from ssdtrain.planner.derating import BandwidthDerating
@@ -68,6 +69,32 @@ def test_views_of_one_storage_are_encoded_together(variant: Variant, make_runtim
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(came, tensors, strict=True))
     found = runtime.statistics().offload
     assert found.encoded_bytes == fused.nbytes and found.saved_bytes == 2 * fused.nbytes
+
+
+def test_payloads_on_a_device_take_no_more_than_what_may_be_on_its_way(
+    make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tensor larger than that, as logits are, would have its payload beside it: it is stored as it is."""
+    monkeypatch.setattr(limits, "PAYLOADS_MATTER", 0)
+    sizes = [COUNT] * 24 + [16 * COUNT]
+    peaks = {}
+    for codec in ("off", "exact"):
+        runtime = make_runtime(Variant("staged", {"buffer": "64MiB"}, staged=True), codec=codec)
+        for _ in range(2):
+            runtime.engine.meter.reset_peak()
+            came: list[torch.Tensor] = []
+            y = torch.ones(1, requires_grad=True)
+            with runtime.forward():
+                for size in sizes:
+                    y = SaveGiven.apply(y, torch.randn(size).bfloat16(), came)
+            peaks[codec] = runtime.statistics().offload.activation_peak_bytes
+            y.sum().backward()
+            runtime.step_end()
+        limit = runtime.engine.mover.departures.limit
+    assert 2 * COUNT < limit < 16 * 2 * COUNT
+    found = runtime.statistics().offload
+    assert 0 < found.encoded_bytes <= 2 * 24 * 2 * COUNT
+    assert peaks["exact"] <= peaks["off"] + limit
 
 
 def test_a_part_of_a_tensor_that_has_a_codec_leaves_whole(make_runtime: MakeRuntime) -> None:

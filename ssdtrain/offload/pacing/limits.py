@@ -48,6 +48,9 @@ DEVICE_SHARE = 1 / 16
 NEWEST = 2
 """Number of stores whose tensors stay on a device whatever their size, so that an outlier's copy is not waited for at once."""
 
+PAYLOADS_MATTER = 64 * MiB
+"""Bytes of a tape from which on payloads are bounded: of less the limit says little, and they are small, too."""
+
 UNBOUNDED = 1 << 60
 """Bytes in flight where every slot is pinned host memory, which a device copies to: what is under way takes no other memory."""
 
@@ -215,6 +218,11 @@ class Departures:
     in part, few are stored, and that place may never be taken: those go when so many bytes were saved since, stored or not.
     Modelled in `ssdtrain/planner/model/simulation.py`: change both.
 
+    Note: [Payloads on a device]
+    A tensor that is copied as it is takes no memory while operators use it anyway. Its payload does, beside it, until the copy
+    has left. So a region that is larger than all that may be on its way (`limit`: an outlier, such as the logits, which backward
+    wants at once) is stored as it is: `admits_payload`.
+
     Args:
         depart: lets the stream of a region wait for its copy and empties the tensor, or lets go of the payload.
         stay: lets a pinned region stay, whose copy has ended when backward is near.
@@ -243,6 +251,10 @@ class Departures:
             self._add_whole(region)
         if self.parting:
             self.advance(saved)
+
+    def admits_payload(self, region: Region) -> bool:
+        """Return whether there is device memory for the payload of `region`. See Note: [Payloads on a device]."""
+        return region.nbytes <= self.limit or region.tape.nbytes < PAYLOADS_MATTER
 
     def advance(self, saved: int) -> None:
         """So many bytes were saved so far: let regions go that leave in part. See Note: [Departure of parts]."""

@@ -149,9 +149,18 @@ class Mover:
         return True
 
     def _encode(self, region: Region, codec: Codec) -> None:
-        largest = self.transfer.largest if region.transfer.tier != OWN_MEMORY else None
+        leaves = region.transfer.tier != OWN_MEMORY
+        largest = self.transfer.largest if leaves else None
         if codec.may_overflow and largest is not None and largest < region.nbytes + HEADER_BYTES:
             region.transfer.codec = None  # only without a header it fits through
+            return
+        if (
+            codec.may_overflow
+            and leaves
+            and self.transfer.copies
+            and not self.departures.admits_payload(region)
+        ):
+            region.transfer.codec = None
             return
         began = time.perf_counter()
         encoded = self.transfer.encode(region)
