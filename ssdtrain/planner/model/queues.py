@@ -191,6 +191,8 @@ class Occupancy:
     def past(self, place: float, now: float) -> None:
         """Forward has come to the block `place`."""
         self._place = place
+        if not self._held:
+            return
         free = sum(nbytes for until, nbytes in self._held if until < place)
         if free:
             self._held = [one for one in self._held if one[0] >= place]

@@ -111,17 +111,19 @@ class Simulation:
         for index, (block, choice, times) in enumerate(parts):
             # 1. What this operator waits for.
             before, gate = self.gate, before
-            self.wait(*gate)
+            if gate[0] > self.now:
+                self.wait(*gate)
             self.hook()
-            if self.streams:
+            if self.streams and block.forward_loads:
                 self.streaming.load((chunk, owners[index]), block.forward_loads, times)
             # 2. It computes, and saves.
             began = self.now
             self.run(block.forward)
             if self.streams:
                 self.streaming.used((chunk, owners[index]))
-            whole = block.saved + block.small
-            alive = min(whole, block.inputs + _largest_two(block)) if choice.recompute else whole
+            alive = block.saved + block.small
+            if choice.recompute:
+                alive = min(alive, block.inputs + _largest_two(block))
             self.hold(began, alive + block.fixed + block.forward_transient)
             while self.late:
                 self.leave(self.late.pop(), began, late=True)
@@ -302,11 +304,13 @@ class Simulation:
                 self.blocks[chunk][index],
             )
             saved, key = tape[index], (chunk, self.owners[chunk][index])
-            if self.streams:
+            if self.streams and block.backward_loads:
                 self.streaming.load(key, block.backward_loads, times, backward=True)
             # 1. What it saved is there, or comes back as far ahead as reads and copies go.
             left = 0.0
-            requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
+            requested = saved.nbytes
+            if block.parts:
+                requested = next((part.saved for part in reversed(block.parts) if part.saved), requested)
             passed.append(total + min(requested, saved.nbytes))
             since.append(self.now)
             self.asks()

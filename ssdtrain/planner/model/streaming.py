@@ -40,6 +40,7 @@ class StateStreaming:
             self._server = running.servers.setdefault(machine.state.name, Server(machine.state))
         # Until when each is used, and what it takes of the room; the one used longest ago first.
         self._present: dict[ChunkKey, tuple[float, int]] = {}
+        self._taken = 0  # by all of them
         self._weights: dict[ChunkKey, int] = {}  # bytes that each loads for its forward
         self._copied: deque[float] = deque([0.0] * STAGED, STAGED)
         self._written: deque[Job] = deque()
@@ -62,11 +63,13 @@ class StateStreaming:
         else:
             taken = nbytes if self._by_bytes else 1
             room = self._make_room(taken)
+            self._taken += taken
         self._present[key] = room, taken
         if nbytes > 0:
             ended = self._come(nbytes, room)
-            times.load_stall += max(0.0, ended - running.now)
-            running.now = max(running.now, ended)
+            if ended > running.now:
+                times.load_stall += ended - running.now
+                running.now = ended
         self._issued = running.now
         if nbytes > 0 and self._work:
             running.run(nbytes * self._work)
@@ -74,8 +77,11 @@ class StateStreaming:
     def _make_room(self, taken: int) -> float:
         """Let blocks go, those used longest ago first. Returns when there is room."""
         until, present = 0.0, self._present
-        while present and sum(other for _, other in present.values()) + taken > self._room:
-            until = max(until, present.pop(next(iter(present)))[0])
+        while present and self._taken + taken > self._room:
+            used, freed = present.pop(next(iter(present)))
+            self._taken -= freed
+            if used > until:
+                until = used
         return until
 
     def _come(self, nbytes: int, room: float) -> float:

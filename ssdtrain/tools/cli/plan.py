@@ -28,6 +28,7 @@ from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures, rows, with_more
 from ssdtrain.tools.whatif.gain import Gain, gain_of
 from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_ssds
+from ssdtrain.tools.whatif.layouts import choose_layout
 from ssdtrain.tools.whatif.models import FAMILIES, ParallelLayout, Transformer
 from ssdtrain.tools.whatif.prices import Prices
 
@@ -44,7 +45,13 @@ def run(arguments: list[str]) -> int:
     chosen = parser().parse_args(arguments)
     try:
         with progress("planning") as note:
-            job, prices = job_of(chosen), prices_of(chosen)
+            job, prices, layout = job_of(chosen), prices_of(chosen), None
+            if chosen.gpus is not None:
+                note("layouts")
+                layout = choose_layout(
+                    job, chosen.gpus, tp=chosen.tp, pp=chosen.pp, dp=chosen.dp, zero=chosen.zero
+                )
+                job = layout.job
             goal = goal_of(chosen, job, prices)
             if chosen.microbatch:
                 plan, largest = plan_job(job, chosen.microbatch, *goal), None
@@ -71,8 +78,11 @@ def run(arguments: list[str]) -> int:
     if chosen.print_flags:
         print(" ".join(flags))
     elif chosen.json:
-        print(json.dumps({**figures(plan, largest), **costs, "alternatives": better, "gain": gain.figures()}))
+        answer = {**figures(plan, largest), **costs, "alternatives": better, "gain": gain.figures()}
+        print(json.dumps(answer if layout is None else {**answer, "chosen_layout": layout.sentence()}))
     else:
+        if layout is not None:
+            print(f"layout: {layout.sentence()}")
         show(plan, largest, better, costs, gain, Console())
     return 0
 
@@ -137,9 +147,14 @@ def parser() -> argparse.ArgumentParser:
         help="not one kernel for a gated activation: it saves the output of silu too",
     )
     layout = made.add_argument_group("parallelism")
-    layout.add_argument("--tp", type=whole(), default=1, help="tensor-parallel ranks")
-    layout.add_argument("--pp", type=whole(), default=1, help="pipeline stages")
-    layout.add_argument("--dp", type=whole(), default=1, help="data-parallel ranks")
+    layout.add_argument(
+        "--gpus",
+        type=whole(),
+        help="number of GPUs: the fastest layout on them is chosen, with those of --tp, --pp, --dp and --zero that are given",
+    )
+    layout.add_argument("--tp", type=whole(), help="tensor-parallel ranks; default: 1")
+    layout.add_argument("--pp", type=whole(), help="pipeline stages; default: 1")
+    layout.add_argument("--dp", type=whole(), help="data-parallel ranks; default: 1")
     layout.add_argument(
         "--virtual", type=whole(), default=1, help="model chunks per pipeline rank (interleaved)"
     )
@@ -149,12 +164,12 @@ def parser() -> argparse.ArgumentParser:
     layout.add_argument(
         "--sequence-parallel", action="store_true", help="split norms over tensor-parallel ranks"
     )
-    layout.add_argument("--zero", type=int, default=0, choices=range(4), help="stage of ZeRO")
+    layout.add_argument("--zero", type=int, choices=range(4), help="stage of ZeRO; default: 0")
     layout.add_argument(
         "--batch",
         type=whole(),
         default=0,
-        help="sequences a step; default: 4 microbatches per pipeline stage",
+        help="sequences a step; default: 4 microbatches per pipeline stage, with --gpus about 4 million tokens",
     )
     layout.add_argument(
         "--microbatch",
@@ -283,12 +298,12 @@ def job_of(chosen: Any) -> ClusterJob:
         fused=not chosen.unfused,
     )
     layout = ParallelLayout(
-        chosen.tp,
-        chosen.pp,
-        chosen.dp,
+        chosen.tp or 1,
+        chosen.pp or 1,
+        chosen.dp or 1,
         chosen.virtual,
         chosen.sequence_parallel,
-        chosen.zero,
+        chosen.zero or 0,
         chosen.expert_parallel,
     )
     return ClusterJob(

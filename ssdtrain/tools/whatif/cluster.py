@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
 from operator import attrgetter
 
 from ssdtrain.config.errors import InvalidValue
@@ -17,7 +17,6 @@ from ssdtrain.planner.plans import (
     Plan,
     SearchProblem,
     actions_for,
-    kept_step,
     play,
 )
 from ssdtrain.planner.search import search
@@ -228,11 +227,7 @@ def uniform_plan(job: ClusterJob, microbatch: int, action: str) -> ClusterPlan:
         failed: NoPlan | None = None
         placed = (_Candidate.of(job, microbatch, place) for place in placements(job, last))
         for one in sorted(placed, key=attrgetter("kept")):
-            decided = set(one.problem.decided)
-            plan = play(
-                one.problem,
-                [action if number in decided else "keep" for number in range(len(one.problem.blocks))],
-            )
+            plan = one.uniform(action)
             if plan.peak <= one.budget:
                 return one.stage([plan])
             error = NoPlan(plan, Limits(one.budget), one.problem.blocks)
@@ -305,19 +300,34 @@ class _Candidate:
 
     Attributes:
         budget: bytes for activations on the device.
-        kept: seconds with everything kept.
     """
 
     microbatch: int
     place: StatePlacement
     problem: SearchProblem
     budget: int
-    kept: float
+    _played: dict[str, Plan] = field(default_factory=dict)
 
     @staticmethod
     def of(job: ClusterJob, microbatch: int, place: StatePlacement) -> _Candidate:
-        problem, budget = problem_of(job, microbatch, place)
-        return _Candidate(microbatch, place, problem, budget, kept_step(problem).seconds)
+        known = _candidates(job, microbatch, place.last)
+        key = place.persistent, place.buffers
+        if key not in known:
+            known[key] = _Candidate(microbatch, place, *problem_of(job, microbatch, place))
+        return known[key]
+
+    @property
+    def kept(self) -> float:
+        """Seconds with everything kept."""
+        return self.uniform("keep").seconds
+
+    def uniform(self, action: str) -> Plan:
+        """The plan that does the same with every block that is decided about."""
+        if action not in self._played:
+            decided = set(self.problem.decided)
+            names = [action if number in decided else "keep" for number in range(len(self.problem.blocks))]
+            self._played[action] = play(self.problem, names)
+        return self._played[action]
 
     def stage(self, plans: list[Plan], slowdown: float | None = None) -> Stage:
         place = self.place
@@ -335,6 +345,12 @@ class _Candidate:
         """`value` with everything kept, whose memory and writes of activations count nothing."""
         kept = ("keep",) * len(self.problem.blocks)
         return self.value(objective, Plan(kept, StepTimeline(self.kept, self.kept, 0.0, 0.0, 0, 0.0)))
+
+
+@lru_cache(64)
+def _candidates(job: ClusterJob, microbatch: int, last: bool) -> dict[tuple[int, int], _Candidate]:
+    """Those that were asked for, which several searches compare, by what stays and its buffers."""
+    return {}
 
 
 def searched(
@@ -399,6 +415,8 @@ def _search_stage(
     seconds = None if limits.seconds is None else limits.seconds * simulated
     objective = replace(objective, hidden=objective.hidden * simulated)
     within = Limits(one.budget, written, seconds if slowdown is None else (1 + slowdown) * one.kept)
+    if effort <= BRIEF and seconds is not None and slowdown is None and one.kept > seconds * (1 + 1e-9):
+        raise NoPlan(one.uniform("keep"), within, one.problem.blocks)  # nothing is faster than keeping
     return one.stage(searched(one.problem, within, objective, effort=effort, known=known), slowdown)
 
 
@@ -530,5 +548,5 @@ def _unlimited(job: ClusterJob, microbatch: int) -> ClusterPlan:
         one = min(
             (_Candidate.of(job, microbatch, place) for place in placements(job, last)), key=attrgetter("kept")
         )
-        stages.append(one.stage([Plan(("keep",) * len(one.problem.blocks), kept_step(one.problem))]))
+        stages.append(one.stage([one.uniform("keep")]))
     return ClusterPlan(job, microbatch, stages)
