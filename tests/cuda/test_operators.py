@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import emulated_cuda
@@ -146,6 +147,62 @@ def test_fused_attention_saves_what_it_saves_on_a_gpu(dtype: torch.dtype, device
     rows = 40 if dtype == torch.bfloat16 else 64  # the memory-efficient kernel aligns them
     assert (2, 4, rows) in [tuple(tensor.shape) for tensor in saved]
     assert not any(tensor.shape[-2:] == (40, 40) for tensor in saved), "no scores"
+
+
+SEEDS = {
+    torch.float32: [((), torch.int64, "cpu"), ((), torch.int64, "cpu")],
+    torch.bfloat16: [((2,), torch.uint64, "cuda"), ((), torch.uint64, "cuda")],
+}
+"""What fused attention saves of its random numbers: shape, type and device."""
+
+
+def seeds_saved(q: Tensor, dropout: float) -> list[Tensor]:
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        F.scaled_dot_product_attention(q, q, q, dropout_p=dropout).sum().backward()
+    return [tensor for tensor in saved if not tensor.is_floating_point()]
+
+
+@pytest.mark.parametrize("dtype", SEEDS, ids=str)
+def test_attention_without_dropout_saves_numbers_that_nobody_has_written(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    q = torch.randn(2, 4, 40, 16, device=device, dtype=dtype, requires_grad=True)
+    torch.manual_seed(3)
+    first = seeds_saved(q, 0)
+    torch.manual_seed(3)
+    second = seeds_saved(q, 0)
+    assert [(tuple(seed.shape), seed.dtype, seed.device.type) for seed in first] == SEEDS[dtype]
+    assert not any(torch.equal(a.cpu(), b.cpu()) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("dtype", SEEDS, ids=str)
+def test_attention_with_dropout_saves_the_numbers_of_the_generator(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    q = torch.randn(2, 4, 40, 16, device=device, dtype=dtype, requires_grad=True)
+    torch.manual_seed(3)
+    numbers = [number for seed in seeds_saved(q, 0.5) for number in seed.flatten().tolist()]
+    assert numbers.count(3) == 1
+    assert 0 in numbers, "the offset: nothing has been drawn before"
+
+
+def test_what_efficient_attention_saves_beyond_its_rows_is_infinite(device: torch.device) -> None:
+    q = torch.randn(2, 4, 40, 16, device=device)
+    sums = torch.ops.aten._scaled_dot_product_efficient_attention(q, q, q, None, True)[1]
+    assert sums.shape[-1] == 64 and bool(sums[..., :40].isfinite().all())
+    assert bool((sums[..., 40:] == float("inf")).all())
+
+
+@pytest.mark.parametrize("letters", [254, 255])
+def test_an_assertion_of_the_device_takes_no_message_of_255_letters(
+    letters: int, device: torch.device
+) -> None:
+    holds = torch.ones((), dtype=torch.bool, device=device)
+    refused = letters == 255
+    with pytest.raises(RuntimeError, match="Message length") if refused else contextlib.nullcontext():
+        torch._assert_async(holds, "x" * letters)
+    torch.cuda.synchronize()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -1,7 +1,11 @@
 // Fused attention, with the signatures and the saved tensors of the kernels for CUDA. Without dropout the CPU's flash kernel computes; with
-// dropout plain products do, whose mask comes from the seed and the offset that the forward saves for its backward.
+// dropout plain products do, whose mask comes from the seed and the offset that the forward saves for its backward. Without dropout torch
+// saves them too, and nobody writes them: they hold what was in memory, which here is something else each time.
 #include "operators.h"
 
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+
+#include <atomic>
 #include <cmath>
 #include <limits>
 
@@ -98,38 +102,59 @@ struct Fused {
   Tensor output, sums;
 };
 
-// `random`, two numbers on the device, gets seed and offset.
+// A tensor of 64 bits an element that nobody writes.
+Tensor unwritten(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  static std::atomic<uint64_t> made{0};
+  uint64_t garbage = ++made * 0x9E3779B97F4A7C15ull;
+  Tensor tensor = at::empty(sizes, options), bytes = bytes_of(tensor);
+  auto fill = [bytes, garbage] {
+    for (int64_t each = 0; each < bytes.numel(); each++) ((uint64_t*)bytes.data_ptr())[each] = garbage + each;
+  };
+  if (tensor.is_cuda())
+    on_stream("what was in memory", fill);
+  else
+    fill();
+  return tensor;
+}
+
+// `seed` and `offset`, numbers on the device, get those of the draw.
 Fused queue_forward(const char* name, const Attention& attention, const Tensor& query, const Tensor& value, int64_t rows_of_sums,
-                    const Tensor& random) {
+                    const std::optional<Draw>& draw, const Tensor& seed, const Tensor& offset) {
   Tensor output = heads_inside(query, value.size(-1));
   Tensor sums = at::empty({query.size(0), query.size(1), rows_of_sums}, query.options().dtype(at::kFloat));
-  Tensor to = bytes_of(output), to_sums = bytes_of(sums), numbers = bytes_of(random);
-  std::optional<Draw> draw;
-  if (!attention.plain()) draw.emplace(std::nullopt);
+  Tensor to = bytes_of(output), to_sums = bytes_of(sums), to_seed = bytes_of(seed), to_offset = bytes_of(offset);
   on_stream(name, [=] {
     auto [computed, logarithms] = attention.forward([&] { return draw->on_cpu(); });
     put(to, computed);
     if (to_sums.size(-1)) {
-      const_cast<Tensor&>(to_sums).zero_();
+      const_cast<Tensor&>(to_sums).fill_(std::numeric_limits<float>::infinity());
       put(to_sums.narrow(-1, 0, logarithms.size(-1)), logarithms);
     }
-    if (draw && numbers.defined()) {
-      auto [seed, offset] = draw->seed_and_offset();
-      numbers.data_ptr<int64_t>()[0] = (int64_t)seed;
-      numbers.data_ptr<int64_t>()[1] = (int64_t)offset;
+    if (draw && to_seed.defined()) {
+      auto [first, second] = draw->seed_and_offset();
+      *(uint64_t*)to_seed.data_ptr() = first;
+      *(uint64_t*)to_offset.data_ptr() = second;
     }
   });
   return {output, sums};
+}
+
+std::optional<Draw> draw_of(const Attention& attention) {
+  std::optional<Draw> draw;
+  if (!attention.plain()) draw.emplace(std::nullopt);
+  return draw;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor, c10::SymInt, c10::SymInt, Tensor, Tensor, Tensor> flash(
     const Tensor& query, const Tensor& key, const Tensor& value, double dropout, bool causal, bool, std::optional<double> scale) {
   c10::cuda::CUDAGuard guard(query.device());
   Attention attention{bytes_of(query), bytes_of(key), bytes_of(value), Tensor(), dropout, causal, scale};
-  Tensor random = at::empty({2}, query.options().dtype(at::kLong));
-  Fused fused = queue_forward("flash attention", attention, query, value, query.size(2), random);
-  return {fused.output, fused.sums, Tensor(), Tensor(), c10::SymInt(query.size(2)), c10::SymInt(key.size(2)), random,
-          at::empty({}, query.options().dtype(at::kLong)), at::empty({0}, query.options())};
+  auto numbers = query.options().dtype(at::kUInt64);
+  Tensor random = unwritten({2}, numbers), unused = unwritten({}, numbers);
+  Fused fused = queue_forward("flash attention", attention, query, value, query.size(2), draw_of(attention), random.select(0, 0),
+                              random.select(0, 1));
+  return {fused.output, fused.sums, Tensor(), Tensor(), c10::SymInt(query.size(2)), c10::SymInt(key.size(2)), random, unused,
+          at::empty({0}, query.options())};
 }
 
 std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& gradient, const Tensor& query, const Tensor& key, const Tensor& value,
@@ -143,7 +168,7 @@ std::tuple<Tensor, Tensor, Tensor> flash_backward(const Tensor& gradient, const 
   Tensor to_query = bytes_of(of_query), to_key = bytes_of(of_key), to_value = bytes_of(of_value);
   on_stream("flash attention backward", [=] {
     auto gradients = attention.backward(from, out, logarithms, false, [&] {
-      return cpu_generator((uint64_t)numbers.data_ptr<int64_t>()[0], (uint64_t)numbers.data_ptr<int64_t>()[1]);
+      return cpu_generator(numbers.data_ptr<uint64_t>()[0], numbers.data_ptr<uint64_t>()[1]);
     });
     put(to_query, gradients.query);
     put(to_key, gradients.key);
@@ -156,10 +181,21 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient(const Tensor& query, const 
                                                      bool with_sums, double dropout, bool causal, std::optional<double> scale) {
   c10::cuda::CUDAGuard guard(query.device());
   Attention attention{bytes_of(query), bytes_of(key), bytes_of(value), bytes_of(present(bias)), dropout, causal, scale};
-  Tensor random = at::empty({2}, query.options().dtype(at::kLong));
+  // Seed and offset are numbers of the host, but where a graph is captured.
+  bool captured = c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
+  auto numbers = query.options().dtype(at::kLong);
+  if (!captured) numbers = numbers.device(at::kCPU);
+  Tensor seed = unwritten({}, numbers), offset = unwritten({}, numbers);
+  auto draw = draw_of(attention);
+  if (draw && !captured) {
+    auto [first, second] = draw->seed_and_offset();
+    *seed.data_ptr<int64_t>() = (int64_t)first;
+    *offset.data_ptr<int64_t>() = (int64_t)second;
+  }
   int64_t rows = with_sums ? (query.size(2) + 31) / 32 * 32 : 0;  // aligned, as the kernel wants it
-  Fused fused = queue_forward("efficient attention", attention, query, value, rows, random);
-  return {fused.output, fused.sums, random.select(0, 0), random.select(0, 1)};
+  Fused fused = queue_forward("efficient attention", attention, query, value, rows, draw, captured ? seed : Tensor(),
+                              captured ? offset : Tensor());
+  return {fused.output, fused.sums, seed, offset};
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& gradient, const Tensor& query, const Tensor& key,
@@ -173,7 +209,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> efficient_backward(const Tensor& grad
   Tensor of_query = at::empty_like(query), of_key = at::empty_like(key), of_value = at::empty_like(value);
   Tensor of_bias = bias_too ? at::empty_like(bias) : Tensor();
   Tensor from = bytes_of(gradient), out = bytes_of(output), logarithms = bytes_of(sums).narrow(-1, 0, query.size(2));
-  Tensor first = bytes_of(seed), second = bytes_of(offset);
+  // A copy of numbers of the host: the stream's thread lets go of nothing that Python may own.
+  Tensor first = seed.is_cuda() ? bytes_of(seed) : seed.clone(), second = offset.is_cuda() ? bytes_of(offset) : offset.clone();
   Tensor to_query = bytes_of(of_query), to_key = bytes_of(of_key), to_value = bytes_of(of_value), to_bias = bytes_of(of_bias);
   on_stream("efficient attention backward", [=] {
     auto gradients = attention.backward(from, out, logarithms, bias_too, [&] {

@@ -11,6 +11,7 @@
 #include <mutex>
 #include <set>
 #include <unordered_map>
+#include <unordered_set>
 
 extern "C" int emulated_launch(void*, const char*, void (*)(void*), void (*)(void*), void*);
 extern "C" void* emulated_host_address(const void*);
@@ -318,6 +319,11 @@ const std::set<std::string>& own_of_torch() {
 
 int replaced = 0;
 
+std::unordered_set<c10::OperatorName>& with_own_kernel() {
+  static auto* all = new std::unordered_set<c10::OperatorName>;
+  return *all;
+}
+
 // torch warns of a kernel that takes another's place: here each does.
 class Silent : public c10::WarningHandler {
   void process(const c10::Warning&) override {}
@@ -325,9 +331,11 @@ class Silent : public c10::WarningHandler {
 
 }  // namespace
 
-void replace(const char* name, c10::KernelFunction kernel) {
-  registrations().push_back(c10::Dispatcher::singleton().registerImpl(c10::OperatorName(name, ""), c10::DispatchKey::CUDA, std::move(kernel),
-                                                                      std::nullopt, nullptr, "emulated"));
+void replace(const char* name, c10::KernelFunction kernel, const char* overload) {
+  c10::OperatorName whole(name, overload);
+  with_own_kernel().insert(whole);
+  registrations().push_back(c10::Dispatcher::singleton().registerImpl(whole, c10::DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr,
+                                                                      "emulated"));
   replaced++;
 }
 
@@ -342,14 +350,11 @@ extern "C" __attribute__((visibility("default"))) int emulated_install_operators
   install_random();
   install_attention();
   install_norms();
-  static const std::set<std::string> with_own_kernel = {
-      "aten::copy_", "aten::_local_scalar_dense", "aten::native_dropout", "aten::_scaled_dot_product_flash_attention",
-      "aten::_scaled_dot_product_flash_attention_backward", "aten::_scaled_dot_product_efficient_attention",
-      "aten::_scaled_dot_product_efficient_attention_backward", "aten::_fused_rms_norm", "aten::_fused_rms_norm_backward"};
+  install_assertions();
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0 || own_of_torch().count(name.name)) continue;
-    if (name.overload_name.empty() && with_own_kernel.count(name.name)) continue;
+    if (with_own_kernel().count(name)) continue;
     auto op = dispatcher.findOp(name);
     if (!op || !op->hasSchema() || !op->hasKernelForDispatchKey(c10::DispatchKey::CUDA)) continue;
     bool view = false;

@@ -35,11 +35,12 @@ class Draw {
 at::Generator cpu_generator(uint64_t seed, uint64_t offset);
 
 // Registers a kernel for the CUDA key in place of torch's own.
-void replace(const char* name, c10::KernelFunction kernel);
+void replace(const char* name, c10::KernelFunction kernel, const char* overload = "");
 
 void install_copies();
 void install_random();
 void install_attention();
 void install_norms();
+void install_assertions();
 
 }  // namespace emulated_operators
