@@ -156,6 +156,11 @@ class Arena:
     def address(self) -> int:
         return self._map.address
 
+    @property
+    def mapped(self) -> bool:
+        """Whether its memory is still there: after `close` until the last lease has been released."""
+        return bool(self._map.nbytes)
+
     def close(self, *, force: bool = False) -> None:
         """Refuse further leases; unmap when the last lease is released, or immediately with `force`. Idempotent."""
         if self._generation != forks.generation():
@@ -197,12 +202,12 @@ class Arena:
         while self._returned:
             offset, address, nbytes = self._returned.popleft()
             self._allocator.free(offset)
-            if self._poison and self._map.nbytes:
+            if self._poison and self.mapped:
                 memory.fill(address, 0xFF, nbytes)
         self._unmap(False)
 
     def _unmap(self, force: bool) -> None:
-        if not self._closed or not (force or not self._allocator.used) or not self._map.nbytes:
+        if not self._closed or not (force or not self._allocator.used) or not self.mapped:
             return
         try:
             if self._unregister is not None:

@@ -132,7 +132,7 @@ def test_destroy_gives_back_methods_and_space(make_engine: MakeEngine) -> None:
     for name in METHODS:
         assert getattr(engine, name).__func__ is PLAIN[DeepSpeedEngine, name]
     assert checkpointing_is_untouched()
-    assert runtime.engine._closed
+    assert runtime.engine.prefetcher.closed
     engine.destroy()  # as often as one likes
 
 

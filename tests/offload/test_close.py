@@ -42,7 +42,7 @@ def closed_runtime(make_runtime: MakeRuntime) -> Iterator[MakeRuntime]:
 
     yield make
     for runtime in made:
-        if not runtime.engine._closed:
+        if not runtime.engine.prefetcher.closed:
             pool_of(runtime).release()  # of a test that failed: its close would wait for ever
 
 
@@ -118,10 +118,10 @@ def test_the_arena_is_unmapped_when_the_last_tensor_in_it_has_died(closed_runtim
     arena = runtime.engine.buffers._arena
     assert arena.allocated
     runtime.close()
-    assert arena._map.nbytes, "the tensor lies there"
+    assert arena.mapped, "the tensor lies there"
     assert runtime.engine.snapshot().buffer_bytes == arena.capacity
     del saved
-    assert not arena._map.nbytes
+    assert not arena.mapped
     assert runtime.engine.snapshot().buffer_bytes == 0
 
 
@@ -134,7 +134,7 @@ def test_a_second_close_on_another_thread_leaves_the_store_open_until_the_first_
     close_engine, close_store, early = engine.close, offload._close_store, []
 
     def close_first() -> None:
-        first = not engine._closed
+        first = not engine.prefetcher.closed
         close_engine()
         if first:
             waits.set()
@@ -177,10 +177,10 @@ def test_the_arena_is_unmapped_also_where_stores_end_after_the_engine(closed_run
     engine, pool = runtime.engine, pool_of(runtime)
     arena = with_a_store_of_a_dropped_graph(runtime)
     engine.close()
-    assert arena._map.nbytes, "it is written from there"
+    assert arena.mapped, "it is written from there"
     pool.release()
     runtime.close()
-    assert not arena._map.nbytes
+    assert not arena.mapped
 
 
 @pytest.mark.parametrize("failing", ["detach", "engine", "store"])
@@ -209,7 +209,7 @@ def test_every_part_is_closed_whatever_one_of_them_raises(
         monkeypatch.setattr(feature, "_close_store", lambda: (pool.release(), close_store()))
     with pytest.raises(OSError, match="no"):
         feature.close()
-    assert engine._closed and store.closed and not arena._map.nbytes
+    assert engine.prefetcher.closed and store.closed and not arena.mapped
     monkeypatch.undo()
 
 
@@ -224,12 +224,12 @@ def test_the_arena_is_unmapped_when_a_graph_that_outlives_close_dies(
     arena = runtime.engine.buffers._arena
     pool_of(runtime).release()
     runtime.close()
-    assert arena._map.nbytes, "backward may need what lies there"
+    assert arena.mapped, "backward may need what lies there"
     if used:
         loss.backward()
         assert all(parameter.grad is not None for parameter in layers.parameters())
     del loss
-    assert not arena._map.nbytes
+    assert not arena.mapped
     assert runtime.engine.snapshot().buffer_bytes == 0
 
 
@@ -252,7 +252,7 @@ def test_the_arena_is_unmapped_when_a_graph_dies_while_a_call_after_close_holds_
 
     monkeypatch.setattr(engine, "_note_ends", die)
     getattr(engine, holding)()
-    assert not graphs and not arena._map.nbytes
+    assert not graphs and not arena.mapped
 
 
 @pytest.mark.parametrize("used", [False, True], ids=["dropped", "used"])
@@ -274,14 +274,14 @@ def test_the_arena_is_unmapped_when_bytes_that_only_it_has_are_not_needed_any_mo
         loss = sines(x * 2)
     arena = engine.buffers._arena
     runtime.close()
-    assert arena._map.nbytes
+    assert arena.mapped
     assert tape.regions[0].transfer.state is State.STAGED
     if used:
         (expected,) = torch.autograd.grad(sines(x * 2), x)
         loss.backward()
         assert torch.equal(x.grad, expected)
     del loss
-    assert not arena._map.nbytes
+    assert not arena.mapped
 
 
 def test_close_says_what_it_waits_for(
@@ -356,7 +356,7 @@ def test_a_finalizer_may_close_inside_of(
             _ = store.metrics
     assert OUTCOMES == [True], "the finalizer was to run inside of a section, and to raise nothing"
     runtime.close()
-    assert engine._closed and store.closed
+    assert engine.prefetcher.closed and store.closed
     assert not any(thread.name == "ssdtrain-close" for thread in threading.enumerate())
 
 

@@ -78,7 +78,7 @@ def test_a_bit_that_changed_on_the_drive_is_an_error_that_names_tensor_and_direc
     assert drive_of(str(error.filename)).device in text
     assert f"region {region.index} of chunk 0" in text
     assert 'parameter "1.0.' in text or 'parameter "0.0.' in text or 'parameter "2.0.' in text
-    assert str(store_of(runtime)._slabs[region.transfer.slot.drive].directory) in text
+    assert store_of(runtime).metrics.drives[region.transfer.slot.drive].path in text
     assert str(pickle.loads(pickle.dumps(caught.value))) == text
     del loss, tape, region, caught, error
 
@@ -98,8 +98,8 @@ def test_a_changed_word_that_is_sampled_is_not_blamed_on_the_users_code(
     with pytest.raises(CorruptedData if verify == "all" else RuntimeError) as caught:
         backward(runtime, loss)
     text = str(caught.value)
-    directory = store_of(runtime)._slabs[region.transfer.slot.drive].directory
-    assert str(directory) in text and f"offset {region.transfer.slot._extents[1]}" in text
+    directory = store_of(runtime).metrics.drives[region.transfer.slot.drive].path
+    assert directory in text and f"offset {region.transfer.slot._extents[1]}" in text
     assert "dmesg" in text and "PyTorch does not see" not in text
     del loss, tape, region, caught
 

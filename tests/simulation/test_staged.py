@@ -181,12 +181,12 @@ def test_the_arena_goes_with_a_graph_that_outlives_close(used: bool) -> None:
     engine.prefetch(tape)
     # 2. The engine closes: what was read lies in the arena, and may still be asked for.
     engine.close()
-    assert arena.allocated and arena._map.nbytes
+    assert arena.allocated and arena.mapped
     # 3. Backward runs after all, whose last copies nobody looks at later; or never.
     if used:
         loss.sum().backward()
         made.device.synchronize()
         assert not program.wrong and not made.device.violations
     del loss
-    assert not arena._map.nbytes
+    assert not arena.mapped
     made.close()

@@ -79,9 +79,9 @@ def test_host_memory_that_transfers_passed_through_is_given_back_at_close(tier: 
     runtime = attach(model, optimizer, tier=tier, staged=True)
     run(recipe, model, optimizer, runtime)
     arena = runtime.state._arena
-    assert arena._map.nbytes
+    assert arena.mapped
     runtime.close()
-    assert not arena.allocated and not arena._map.nbytes
+    assert not arena.allocated and not arena.mapped
 
 
 def test_nothing_is_left_of_a_closed_runtime(attach: Attach) -> None:

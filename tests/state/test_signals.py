@@ -114,7 +114,7 @@ class Training:
         feature: Any = self.runtime.state
         self.runtime.close()
         assert same(self.model.state_dict(), self.plain.state_dict())
-        assert feature._arena is None or not feature._arena._map.nbytes
+        assert feature._arena is None or not feature._arena.mapped
 
 
 def moments(count: int, wanted: int) -> range:

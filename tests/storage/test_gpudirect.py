@@ -46,7 +46,7 @@ def made_without(tmp_path: Path, *, drives: int = 1, stripe: int = 8 << 20) -> S
     for directory in directories:
         directory.mkdir()
     store = SpillStore(directories, capacity=1 << 28, stripe=stripe)
-    if not all(slab.direct for slab in store._slabs):
+    if not all(drive.direct for drive in store.metrics.drives):
         store.close()
         pytest.skip("needs a file system with O_DIRECT")
     return store
@@ -199,7 +199,7 @@ def test_a_failed_event_is_no_failure_of_the_drive(stand_in: KvikioStandIn, tmp_
         with pytest.raises(IOFailure, match="CUDA error 700") as raised:
             operation.wait(30)
         store.retire(slot, raised.value)
-        assert not store._slabs[0].retired
+        assert not store.metrics.drives[0].retired
         source.close()
 
 

@@ -187,7 +187,7 @@ def test_a_failure_says_where_what_and_what_to_do(make_store: Make, arena: Arena
         read.wait(30)
     error = raised.value
     assert (error.errno, error.operation) == (5, "read") and error.nbytes >= 5000
-    assert error.filename == str(store._slabs[0].directory)
+    assert error.filename == store.metrics.drives[0].path
     assert (
         "read" in str(error)
         and error.filename in str(error)

@@ -69,7 +69,7 @@ def pages() -> Iterator[Pages]:
 
 def direct_store(make_store: Make, **settings: bool) -> SpillStore:
     store = make_store(**settings)
-    if not store._slabs[0].direct:
+    if not store.metrics.drives[0].direct:
         pytest.skip("needs a temporary directory whose file system takes O_DIRECT")
     return store
 

@@ -141,7 +141,7 @@ def test_short_calls_are_continued_and_a_failing_one_is_an_error(
 ) -> None:
     """The system may transfer less than asked, of O_DIRECT in sectors, and a bug of a worker must reach whoever waits."""
     store = make_store(direct=direct)
-    unit = 512 if store._slabs[0].direct else 1
+    unit = 512 if store.metrics.drives[0].direct else 1
     source, target = filled(arena, 70_001, page_offset=64), blank(arena, 70_001)
     slot = store.reserve(70_001)
     for name in ("pwritev", "preadv"):
