@@ -32,20 +32,15 @@ GiB = 1 << 30
 LIMITS = (0.7, 0.42, 0.55, 0.3)
 """Limits of plans, over the peak of keeping everything."""
 STEPS = 6
-COLOURS = {
-    "keep": "#444444",
-    "recompute": "#d95f02",
-    "save_on_cpu": "#7570b3",
-    "host": "#66a61e",
-    "plan": "#1b9e77",
+LOOKS = {
+    "keep": ("#444444", "", "keep everything"),
+    "recompute": ("#d95f02", "-", "recompute some layers"),
+    "save_on_cpu": ("#7570b3", "", "torch save_on_cpu, pinned"),
+    "host_auto": ("#e7298a", "", "SSDTrain, the default amount"),
+    "plan": ("#1b9e77", "-", "SSDTrain, plans within a limit"),
+    "host": ("#66a61e", "", "SSDTrain, everything to host memory"),
 }
-LABELS = {
-    "keep": "keep everything",
-    "recompute": "recompute some layers",
-    "save_on_cpu": "torch save_on_cpu, pinned",
-    "host": "SSDTrain, offload",
-    "plan": "SSDTrain, plan within a limit",
-}
+"""Colour, line and label of each kind of way."""
 
 
 def ways(layers: int) -> list[str]:
@@ -153,23 +148,21 @@ def draw(result: dict[str, Any], into: Path) -> None:
     made = Figure(figsize=(8, 4.2), layout="constrained")
     FigureCanvasAgg(made)
     axes = made.add_subplot()
-    for kind, colour in COLOURS.items():
+    for kind, (colour, line, label) in LOOKS.items():
         points = sorted(
             (
                 point["peak"] * (result["keep_peak_bytes"] or 0) / GiB,
                 point["time"] * result["keep_seconds"] * 1e3,
             )
             for way, point in result["points"].items()
-            if way.partition(":")[0].removesuffix("_auto") == kind
+            if way.partition(":")[0] == kind
         )
         if points:
-            line = "-" if kind in ("recompute", "plan") else ""
-            axes.plot(
-                *zip(*points, strict=True), marker="o", linestyle=line, color=colour, label=LABELS[kind]
-            )
+            axes.plot(*zip(*points, strict=True), marker="o", linestyle=line, color=colour, label=label)
     axes.set_xlabel("activation peak on the GPU, GiB")
     axes.set_ylabel("step, ms")
-    axes.set_title(f"{result['geometry']}, bf16, {result['hardware']}: lower left is better", fontsize=10)
+    title = f"{result['geometry']} (hidden x layers), bf16, {result['hardware']}: lower left is better"
+    axes.set_title(title, fontsize=10)
     axes.set_xlim(left=0)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
