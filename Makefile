@@ -55,6 +55,7 @@ EMULATION := $(wildcard tests/cuda/emulation/*.py $(foreach part,runtime operato
 $(CUDA)/.installed: requirements-cuda.txt constraints.txt
 	test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
 	$(CUDA)/bin/python -m pip install --quiet --no-compile -r requirements-cuda.txt
+	$(CUDA)/bin/python -m pip install --quiet --no-compile --no-deps "$$(grep ^trl== requirements-dev.txt)"
 	touch $@
 
 $(CUDA)/.emulated: $(CUDA)/.installed $(EMULATION)

@@ -3,11 +3,11 @@
 import torch
 from accelerate import Accelerator
 
-from examples.trainers.tiny import SPILL, model
+from examples.trainers.tiny import SPILL, model, tokens
 from ssdtrain.hf import SSDTrainPlugin
 
 accelerator, plugin, llama = Accelerator(), SSDTrainPlugin(SPILL), model()
-loader = torch.utils.data.DataLoader(torch.randint(64, (64, 128)), batch_size=8)
+loader = torch.utils.data.DataLoader(tokens(), batch_size=8)
 llama, optimizer, loader = plugin.prepare(
     accelerator, llama, torch.optim.AdamW(llama.parameters(), 1e-3), loader
 )

@@ -3,7 +3,7 @@
 import lightning
 import torch
 
-from examples.trainers.tiny import SPILL, model
+from examples.trainers.tiny import SPILL, model, tokens
 from ssdtrain.lightning import SSDTrainLightningCallback
 
 
@@ -31,4 +31,4 @@ trainer = lightning.Trainer(
     enable_progress_bar=False,
     callbacks=[SSDTrainLightningCallback(SPILL)],
 )
-trainer.fit(Llama(), torch.utils.data.DataLoader(torch.randint(64, (64, 128)), batch_size=8))
+trainer.fit(Llama(), torch.utils.data.DataLoader(tokens(), batch_size=8))

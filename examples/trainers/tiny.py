@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["QUICK", "SPILL", "model", "text", "tokenizer"]
+__all__ = ["QUICK", "SPILL", "model", "text", "tokenizer", "tokens"]
 
 SPILL = {"offload": {"directories": "./spill"}}
 """What SSDTrain is given: a directory on a local SSD."""
@@ -39,6 +39,11 @@ def model(hidden: int = 256, layers: int = 4) -> LlamaForCausalLM:
     }
     torch.manual_seed(0)
     return LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=256, **shape))
+
+
+def tokens() -> Any:
+    """Make a tensor of 64 rows of 128 tokens, which is a dataset as well."""
+    return torch.randint(64, (64, 128), generator=torch.Generator().manual_seed(0))
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

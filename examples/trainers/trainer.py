@@ -1,12 +1,11 @@
 """Hugging Face's Trainer."""
 
-import torch
 from transformers import Trainer, TrainingArguments
 
-from examples.trainers.tiny import QUICK, SPILL, model
+from examples.trainers.tiny import QUICK, SPILL, model, tokens
 from ssdtrain.hf import SSDTrainCallback
 
-rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (64, 128))]
+rows = [{"input_ids": row, "labels": row} for row in tokens()]
 trainer = Trainer(
     model=model(),
     args=TrainingArguments("out", **QUICK),

@@ -95,7 +95,7 @@ def _switch(value: Any) -> Any:
 SIZE = ValueKind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
 POSITIVE_SIZE = ValueKind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
 MEMORY = ValueKind("size", POSITIVE_SIZE_ALLOWED, _memory, units.exact_size)
-HOST_MEMORY = ValueKind("size", units.SIZE_ALLOWED, _host_memory, units.exact_size)
+HOST_SIZE = ValueKind("size", units.SIZE_ALLOWED, _host_memory, units.exact_size)
 CAPACITY = ValueKind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
 DURATION = ValueKind("seconds", units.DURATION_ALLOWED, units.parse_duration)
 AMOUNT = ValueKind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
@@ -259,7 +259,7 @@ PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
 """Bytes, 1 or more."""
 MemorySize = Annotated[int, BeforeValidator(_memory), MEMORY]
 """Bytes of a device, 1 or more, written with a unit."""
-HostMemorySize = Annotated[int, BeforeValidator(_host_memory), HOST_MEMORY]
+HostMemorySize = Annotated[int, BeforeValidator(_host_memory), HOST_SIZE]
 """Bytes of host memory, 0 or more, written with a unit."""
 Capacity = Annotated[int, BeforeValidator(_capacity), CAPACITY]
 """Bytes of a drive, a block or more."""

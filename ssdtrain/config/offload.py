@@ -81,8 +81,8 @@ class OffloadConfig(StorageSection):
     """Where saved tensors go, by patterns of modules as in `include`, such as {"*.self_attn": "keep", "*.mlp": "ssd"}: "keep",
     "offload" (as `amount` says), "host" or "ssd" (all of them, to that tier). The first pattern counts that fits the running
     module or one around it; one with "=" in front, such as "=*.experts", is of what the module saves itself, without modules
-    inside of it. Under Megatron the names of its `--offload-modules` are patterns too: "core_attn", "moe_act" and the others
-    (docs/megatron.md). With a tier the default of `amount` is "all". Default: none."""
+    inside of it. An adapter may know names of its framework for modules as well, and its page has them.
+    With a tier the default of `amount` is "all". Default: none."""
 
     min_bytes: Size = 256 * KiB
     """Saved tensors smaller than this are not offloaded."""

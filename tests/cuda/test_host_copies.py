@@ -49,7 +49,7 @@ def trained(
     runtime = None
     if directory is not None:
         section = {"directories": str(directory), "amount": "all", "min_bytes": 1}
-        runtime = ssdtrain.attach(net, {"offload": section, "report": {"interval": 0}})
+        runtime = ssdtrain.attach(net, {"offload": section})
     for _ in range(4):
         optimizer.zero_grad()
         with around():

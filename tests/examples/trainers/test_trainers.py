@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.two_nodes.ports import free_port
 from tests.support.processes import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -62,7 +63,7 @@ SMALL = "--num-layers 4 --seq-length 128 --micro-batch-size 4 --global-batch-siz
 @pytest.mark.parametrize(
     "command",
     [
-        "-m deepspeed.launcher.runner --num_gpus 1 start.py -m examples.trainers.deepspeed_loop",
+        "-m deepspeed.launcher.runner --num_gpus 1 --master_port PORT start.py -m examples.trainers.deepspeed_loop",
         "-m torch.distributed.run --standalone start.py -m examples.trainers.deepspeed_loop",
         "-m torch.distributed.run --standalone -m tests.megatron.cpu -m examples.megatron_gpt --distributed-backend gloo "
         f"--data-cache-path data --ssdtrain-offload-directories ./spill {SMALL}",
@@ -73,7 +74,7 @@ def test_a_framework_by_its_launcher(command: str, tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(START)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command.split()],
+        [sys.executable, "-W", "ignore", *command.replace("PORT", str(free_port())).split()],
         env=environment,
         capture_output=True,
         text=True,
