@@ -125,7 +125,7 @@ def training(
             parameter.grad = None
         optimizer.step()
         with torch.no_grad():
-            torch._foreach_copy_(parameters, masters)
+            torch._foreach_copy_(tuple(parameters), masters)
 
 
 def _saved_tensors(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor]]:
