@@ -1,12 +1,12 @@
 """Codec `exact`: bytes of weights, gradients and activations of trained models, its speed, and what others take and cost.
 
     python -m benchmarks.exact --json
-    python -m benchmarks.exact --json --parts speed,ptx --device cuda  # on a GPU
+    python -m benchmarks.exact --json --parts ratios,speed,ptx --device cuda  # on a GPU
 
 A GPT, a Llama-like model and a mixture of experts of more than 20 M parameters are trained in bfloat16, with float32 weights
-in the optimizer, on the demo's text. What they hold in bfloat16 at the first step and after `--steps` is encoded: weights,
-gradients, these with every third row zeroed, and what autograd saves. A tensor whose payload would take more bytes than it, or
-that overflows, counts as it is. Ratios are encoded over raw bytes; speeds are GB/s (10^9 bytes) of values.
+in the optimizer, on the pages and sources of this repository. What they hold in bfloat16 at the first step and after `--steps`
+is encoded: weights, gradients, these with every third row zeroed, and what autograd saves. A tensor whose payload would take more
+bytes than it, or that overflows, counts as it is. Ratios are encoded over raw bytes; speeds are GB/s (10^9 bytes) of values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +28,8 @@ from benchmarks.common import finish, hardware, parser
 from benchmarks.compact_training import Llama, LlamaConfig
 from benchmarks.kernel_code import KernelCode, compile_kernel
 from benchmarks.models import gpt
-from examples.support.data import batches, corpus
-from ssdtrain.codecs import make_codec
+from examples.support.data import batches
+from ssdtrain.codecs import HEADER_BYTES, make_codec
 from ssdtrain.codecs.exact import EXCEPTION, FRONT_BYTES, GROUP, GROUP_BYTES, GROUPS, Exact
 from ssdtrain.tools.bench.codec import CodecSubject, cpu_seconds, device_seconds
 
@@ -67,6 +68,15 @@ class Mixture(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
+def text() -> Tensor:
+    """The pages and Python sources of this repository, uint8 [bytes]."""
+    root = Path(__file__).parents[1]
+    files = [*root.glob("docs/*.md"), *root.glob("ssdtrain/**/*.py")]
+    return torch.frombuffer(
+        bytearray(b"".join(file.read_bytes() for file in sorted(files))), dtype=torch.uint8
+    )
+
+
 def _llama() -> nn.Module:
     return Llama(LlamaConfig(layers=7, hidden=512, heads=8, middle=1408, vocabulary=VOCABULARY))
 
@@ -78,20 +88,23 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def training(name: str, steps: int, microbatch: int) -> Iterator[tuple[int, dict[str, list[Tensor]]]]:
-    """(step, bfloat16 tensors by kind) of the first step and of the one after `steps`."""
+def training(
+    name: str, steps: int, microbatch: int, device: torch.device
+) -> Iterator[tuple[int, dict[str, list[Tensor]]]]:
+    """(step, bfloat16 tensors on `device` by kind) of the first step and of the one after `steps`."""
     torch.manual_seed(0)
-    model = MODELS[name]().bfloat16()
+    model = MODELS[name]().to(device, torch.bfloat16)
     parameters = list(model.parameters())
     assert sum(p.numel() for p in parameters) >= 20_000_000, name
     masters = [p.detach().float() for p in parameters]
     optimizer = torch.optim.AdamW(masters, lr=1e-3, betas=(0.9, 0.95), fused=True)
-    source = batches(corpus(), microbatch=microbatch, sequence=SEQUENCE, seed=1)
+    source = batches(text(), microbatch=microbatch, sequence=SEQUENCE, seed=1)
     for step in range(steps + 1):
+        tokens, targets = (one.to(device) for one in next(source))
         if step in (0, steps):
-            loss, saved = _saved_tensors(model, next(source))
+            loss, saved = _saved_tensors(model, (tokens, targets))
         else:
-            loss, saved = model(*next(source)), []
+            loss, saved = model(tokens, targets), []
         loss.backward()
         gradients = [p.grad for p in parameters if p.grad is not None]
         if step in (0, steps):
@@ -112,8 +125,7 @@ def training(name: str, steps: int, microbatch: int) -> Iterator[tuple[int, dict
             parameter.grad = None
         optimizer.step()
         with torch.no_grad():
-            for master, parameter in zip(masters, parameters, strict=True):
-                parameter.copy_(master)
+            torch._foreach_copy_(tuple(parameters), masters)
 
 
 def _saved_tensors(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -140,13 +152,14 @@ def _with_zero_rows(gradient: Tensor) -> Tensor:
 
 def exceptions(payload: Tensor, numel: int) -> int:
     """Exceptions in a payload of bfloat16."""
-    found, at, nbytes = 0, 16, GROUP_BYTES[torch.bfloat16]
-    for first in range(0, numel // GROUP, GROUPS):
-        groups = min(GROUPS, numel // GROUP - first)
-        codes = payload[at + FRONT_BYTES :][: groups * nbytes].view(groups, nbytes)[:, GROUP:]
-        found += int((codes & 0xF == EXCEPTION).sum()) + int((codes >> 4 == EXCEPTION).sum())
-        at += FRONT_BYTES + groups * nbytes
-    return found
+    nbytes = GROUP_BYTES[torch.bfloat16]
+    whole, groups = divmod(numel // GROUP, GROUPS)
+    end = FRONT_BYTES + GROUPS * nbytes
+    records = payload[HEADER_BYTES:]
+    behind = records[whole * end + FRONT_BYTES :][: groups * nbytes]  # of the short superblock
+    coded = records[: whole * end].view(whole, end)[:, FRONT_BYTES:]
+    codes = torch.cat([part.reshape(-1, nbytes)[:, GROUP:].flatten() for part in (coded, behind)])
+    return int((codes & 0xF == EXCEPTION).sum()) + int((codes >> 4 == EXCEPTION).sum())
 
 
 def ratios(chosen: Any) -> dict[str, Any]:
@@ -156,11 +169,12 @@ def ratios(chosen: Any) -> dict[str, Any]:
     overflows = 0
     details: dict[str, dict[str, float]] = {}
     for name in chosen.models:
-        for step, tensors in training(name, chosen.steps, chosen.microbatch):
+        for step, tensors in training(name, chosen.steps, chosen.microbatch, torch.device(chosen.device)):
             for kind, group in tensors.items():
                 raw = encoded = values = rare = 0
                 for tensor in group:
-                    buf = torch.empty(codec.payload_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8)
+                    nbytes = codec.payload_bytes(tensor.numel(), tensor.dtype)
+                    buf = torch.empty(nbytes, dtype=torch.uint8, device=tensor.device)
                     size = codec.encode(tensor, buf)
                     overflow = bool(codec.overflow_flag(buf))
                     overflows += overflow
@@ -176,6 +190,7 @@ def ratios(chosen: Any) -> dict[str, Any]:
                 ]
     return {
         "steps": chosen.steps,
+        "trained_on": chosen.device,
         "ratio_bf16": {kind: totals[kind][1] / totals[kind][0] for kind in KINDS},
         "exception_share": sum(t[3] for t in totals.values()) / sum(t[2] for t in totals.values()),
         "overflows": overflows,
@@ -363,7 +378,9 @@ def main() -> None:
     arguments.add_argument("--models", default=",".join(MODELS), help="which of them, joined by commas")
     arguments.add_argument("--steps", type=int, default=200, help="of training")
     arguments.add_argument("--microbatch", type=int, default=4, help=f"sequences of {SEQUENCE} bytes")
-    arguments.add_argument("--device", default="cpu", help="whose speed is measured: cpu or cuda")
+    arguments.add_argument(
+        "--device", default="cpu", help="that trains, and whose speed is measured: cpu or cuda"
+    )
     arguments.add_argument(
         "--mebibytes", type=int, help="size of the tensors whose speed is measured; 64, or 1024 on a GPU"
     )

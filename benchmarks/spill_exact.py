@@ -11,7 +11,8 @@ Many CPUs multiply bfloat16 slowly, which hides what a codec costs: times of `--
 
 - `drive_bytes_ratio`: bytes written with "exact" over those of the tensors that left. With "off" it is 1; how much leaves before
   backward wants it depends on the drive.
-- `exact_step_time_ratio`, `step_time_ratio`: step time with "exact", and with the default, "auto", over that with "off".
+- `exact_step_time_ratio`, `step_time_ratio`: step time with "exact", and with "auto", over that with "off"; with the suffix
+  `_interval` 95% intervals of these medians.
 - `bits_equal`: losses and final weights of all three.
 - `exact_codec_seconds`: of a step, on the host; on a GPU to launch kernels.
 - `overflowed_share`: of the bytes that left, those that the codec could not hold.
@@ -27,6 +28,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -38,6 +40,7 @@ from benchmarks.common import finish, hardware, parser
 from benchmarks.models import DTYPES, gpt
 from benchmarks.two_nodes.ranks import Ranks
 from examples.support.data import batches, corpus
+from ssdtrain.tools.bench.ratios import interval
 
 __all__ = ["SPILLED", "measure", "spill"]
 
@@ -127,15 +130,11 @@ def measure(
                 runs[codec].step(tokens, targets)
         found = {codec: run.runtime.statistics() for codec, run in runs.items()}
 
-        def ratio(codec: str) -> float:
-            pairs = zip(runs[codec].seconds[first:], runs["off"].seconds[first:], strict=True)
-            return statistics.median(ours / theirs for ours, theirs in pairs)
-
         off, exact = found["off"], found["exact"]
         return {
             "drive_bytes_ratio": exact.store.ssd_bytes_written / exact.offload.offloaded_bytes,
-            "step_time_ratio": ratio("auto"),
-            "exact_step_time_ratio": ratio("exact"),
+            **_ratio("step_time_ratio", runs["auto"].seconds[first:], runs["off"].seconds[first:]),
+            **_ratio("exact_step_time_ratio", runs["exact"].seconds[first:], runs["off"].seconds[first:]),
             "auto_encodes": found["auto"].offload.encoded_bytes > 0,
             "bits_equal": all(run.bits == runs["off"].bits for run in runs.values()),
             "overflowed_share": exact.offload.overflowed_bytes / exact.offload.offloaded_bytes,
@@ -145,8 +144,14 @@ def measure(
         }
 
 
+def _ratio(name: str, ours: Sequence[float], theirs: Sequence[float]) -> dict[str, Any]:
+    """Return the median of the ratios of neighbouring steps, and its 95% interval."""
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    return {name: statistics.median(ratios), f"{name}_interval": interval(ratios)}
+
+
 def spill(chosen: Any) -> dict[str, Any]:
-    """Bytes and step times of `codec: "exact"`: the worst, and by row; whether bits were equal in all."""
+    """Bytes of `codec: "exact"`, and step times of it and of "auto": the worst, and by row; whether bits were equal in all."""
     rows: dict[str, dict[str, Any]] = {}
     shape = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 256}
     for name, plan in (("all", None), ("plan", PLAN)):
@@ -154,14 +159,16 @@ def spill(chosen: Any) -> dict[str, Any]:
             rows[name] = measure(
                 Path(directory), torch.device("cpu"), torch.bfloat16, shape, 8, chosen.spill_steps, plan=plan
             )
-            rows[name]["step_time_ratio"] = rows[name].pop("exact_step_time_ratio")
         print(f"{name}: {rows[name]}", flush=True)
     for name, command in SPILLED.items():
         rows[name] = _in_framework(command, chosen.spill_steps)
         print(f"{name}: {rows[name]}", flush=True)
     return {
         "drive_bytes_ratio": max(row["drive_bytes_ratio"] for row in rows.values()),
-        "step_time_ratio": max(row["step_time_ratio"] for row in rows.values()),
+        **{
+            ratio: max(row[ratio] for row in rows.values() if ratio in row)
+            for ratio in ("step_time_ratio", "exact_step_time_ratio")
+        },
         "bits_equal_from_drives": all(row["bits_equal"] for row in rows.values()),
         "spill": rows,
     }
@@ -188,10 +195,9 @@ def _in_framework(command: str, steps: int) -> dict[str, Any]:
             found[codec] = run.finish()
     exact = found["exact"]
     offloaded = sum(rank["offloaded_bytes"] for rank in exact)
-    pairs = zip(seconds["exact"][WARM_UP:], seconds["off"][WARM_UP:], strict=True)
     return {
         "drive_bytes_ratio": sum(rank["written_bytes"] for rank in exact) / offloaded,
-        "step_time_ratio": statistics.median(ours / theirs for ours, theirs in pairs),
+        **_ratio("exact_step_time_ratio", seconds["exact"][WARM_UP:], seconds["off"][WARM_UP:]),
         "bits_equal": all(
             [rank[key] for rank in exact] == [rank[key] for rank in found["off"]]
             for key in ("sha256", "losses")

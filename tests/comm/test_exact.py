@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -87,22 +86,20 @@ def test_what_keeps_not_fitting_rests_longer_each_time() -> None:
 def rested(calls: int, fits: Callable[[int], bool], under_way: int = 1) -> list[int]:
     """Numbers of the calls of a kind that are not tried, where an overflow is known after so many calls."""
     path = overflow.PayloadPath(("kind",), 0, None)
-    seen, found = overflow.Overflows.__new__(overflow.Overflows), []
+    seen = overflow.Overflows.__new__(overflow.Overflows)  # without ranks
+    found: list[int] = []
     seen._overflowed = defaultdict(list)
     pending: list[int] = []
+    flag = torch.ones(1, dtype=torch.uint8)
     for number in range(calls):
         if seen.rests(path, number):
             found.append(number)
         elif not fits(number):
             pending.append(number)
         while pending and pending[0] <= number - under_way + 1:
-            seen._note(_Payload(overflow.PayloadName(path, pending.pop(0), "")), [0])
+            name = overflow.PayloadName(path, pending.pop(0), "")
+            seen._note(overflow.SentPayload(name, [flag], [slice(0)], lambda: flag, []), [0])
     return found
-
-
-class _Payload(NamedTuple):
-    name: overflow.PayloadName
-    flags: tuple[int, ...] = (0,)
 
 
 @pytest.mark.parametrize("under_way", [1, overflow.LAG])
