@@ -19,7 +19,7 @@ import torch
 from ssdtrain.device import Device, Event, Timestamp
 from ssdtrain.offload.checks.module_tally import ModuleTally
 from ssdtrain.offload.checks.proof import Prover, provable
-from ssdtrain.offload.functorch import modes, tracing, without_modes
+from ssdtrain.offload.functorch import compiler, modes, tracing, without_compiler, without_modes
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.pacing import closing
@@ -215,6 +215,8 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
+        if compiler() is not None:  # see `dynamo_leaves_alone`
+            return without_compiler(self.pack, tape, tensor)  # type: ignore[no-any-return]
         if self._closed or not self.eligible.may_move(tensor) or ((other_modes := modes()) and tracing()):
             return Kept(tensor)
         if other_modes:
@@ -337,6 +339,8 @@ class OffloadEngine:
             RuntimeError: it was modified in place since, as autograd says without hooks; it was closed; or a graph is captured.
             IOFailure: it could not be read back.
         """
+        if compiler() is not None:  # see `dynamo_leaves_alone`
+            return without_compiler(self.unpack, held)  # type: ignore[no-any-return]
         if isinstance(held, Kept):
             return held.unchanged()
         if self.forked:
