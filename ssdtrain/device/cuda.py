@@ -16,6 +16,7 @@ from ssdtrain.device.interface import Event, uninitialised
 from ssdtrain.device.runtime import (
     address_of,
     check_cuda,
+    is_capturing,
     loaded_cuda_runtime,
     numa_node_of,
     on_stream,
@@ -59,7 +60,7 @@ class CudaDevice:
         self._link: tuple[float, float] | None = None
         self._copies: float | None = None
         self._recent: deque[Event] = deque(maxlen=_RECENT)
-        self.capturing = torch.cuda.is_current_stream_capturing
+        self.capturing = is_capturing
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)
@@ -89,16 +90,21 @@ class CudaDevice:
         return source.clone()
 
     def copy_to_host(self, source: int, target: int, nbytes: int) -> Event | None:
-        request = source, target, nbytes, TO_HOST, self._store, raw_current_stream(self._index)
-        event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)
+        stream = raw_current_stream(self._index)
+        event = self._streams.copy(source, target, nbytes, TO_HOST, self._store, stream)
+        if event is None:
+            event = self._made_current(
+                self._streams.copy, source, target, nbytes, TO_HOST, self._store, stream
+            )
         self._recent.append(event)
         return event
 
     def copy_to_device(
         self, source: int, target: int, nbytes: int, after: Sequence[Event] = (), *, within: bool = False
     ) -> Event | None:
-        kind = WITHIN if within else TO_DEVICE
-        return self._copy(source, target, nbytes, kind, self._load, NO_STREAM, after)
+        return self._copy(
+            source, target, nbytes, WITHIN if within else TO_DEVICE, self._load, NO_STREAM, after
+        )
 
     def _copy(self, *request: Any) -> Event:
         event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)

@@ -15,6 +15,7 @@ import torch
 __all__ = [
     "address_of",
     "check_cuda",
+    "is_capturing",
     "loaded_cuda_runtime",
     "made_current",
     "numa_node_of",
@@ -31,6 +32,11 @@ def _raw_current_stream(device: int) -> int:
 
 raw_current_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_current_stream)
 """Returns the handle of the current stream of a CUDA device, by its index."""
+
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+"""Returns whether the current stream is being captured into a graph."""
 
 
 class on_stream:

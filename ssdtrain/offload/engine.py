@@ -19,7 +19,7 @@ import torch
 from ssdtrain.device import Device, Event, Timestamp
 from ssdtrain.offload.checks.module_tally import ModuleTally
 from ssdtrain.offload.checks.proof import Prover, provable
-from ssdtrain.offload.functorch import modes, tracing, without_modes
+from ssdtrain.offload.functorch import compiler, modes, tracing, without_compiler, without_modes
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.pacing import closing
@@ -215,6 +215,8 @@ class OffloadEngine:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
+        if compiler() is not None:  # see `dynamo_leaves_alone`
+            return without_compiler(self.pack, tape, tensor)  # type: ignore[no-any-return]
         if self._closed or not self.eligible.may_move(tensor) or ((other_modes := modes()) and tracing()):
             return Kept(tensor)
         if other_modes:
@@ -223,13 +225,13 @@ class OffloadEngine:
         return self._pack(tape, tensor)
 
     def _pack(self, tape: Tape, tensor: torch.Tensor) -> Handle | Kept:
-        storage, metrics = tensor.untyped_storage(), self.metrics
+        storage = tensor.untyped_storage()
         began = self._timestamp() if self.recorder.active else None
         postponed = None
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            metrics.saved_tensors += 1
+            self.metrics.saved_tensors += 1
             stream = None
             if copies := self._copies:
                 if self.device.capturing():  # the next call does the rest, see `_drain`
@@ -239,7 +241,7 @@ class OffloadEngine:
             if not self._released.empty():
                 self._drain_released()
             # What is copied off a device leaves it at fixed points of the tape, not when its store has ended.
-            if not copies or metrics.saved_tensors % REAP_EVERY == 0:
+            if not copies or self.metrics.saved_tensors % REAP_EVERY == 0:
                 self.mover.reap()
             operator = operator_number()
             if tape.unstored and tape.unstored[-1].operator != operator:
@@ -267,7 +269,7 @@ class OffloadEngine:
         operator: int,
         stream: Any | None,
     ) -> Handle | Kept:
-        metrics, eligible = self.metrics, self.eligible
+        eligible = self.eligible
         seen: Seen = self.meter.see(storage)
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
         if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
@@ -277,9 +279,8 @@ class OffloadEngine:
             return Kept(tensor)  # an expanded tensor looks larger than it is
         if self._copies:
             self.device.record_use(tensor)  # see Note: [Memory of another stream] in `pacing.starter`
-        region = find_region(seen, tensor, extent, tape) if seen.regions else None
-        if region is not None:
-            metrics.shared_tensors += 1
+        if seen.regions and (region := find_region(seen, tensor, extent, tape)) is not None:
+            self.metrics.shared_tensors += 1
             region.shared = True
             region.handles += 1
             region.pending_unpacks += 1
@@ -298,17 +299,21 @@ class OffloadEngine:
         except BaseException:
             seen.regions.remove(region)  # the policy has failed
             raise
+        metrics = self.metrics
         metrics.saved_bytes += region.nbytes
         metrics.live_regions += 1
         if region.nbytes > self.prefetcher.largest:
             self.prefetcher.largest = region.nbytes
         tape.append(region)
+        handle = self._handle(region, tensor, extent)
         if action.offload:
+            if self._copies and region.nbytes == extent[2] and region.origin is None:
+                region.form = handle.geometry
             self._starter.add(tape, region, stream)
         else:
             region.stays = action.stays
             self.mover.keep(region)
-        return self._handle(region, tensor, extent)
+        return handle
 
     def _decide(self, tape: Tape, region: Region) -> Action:
         policy = self.policy
@@ -334,6 +339,8 @@ class OffloadEngine:
             RuntimeError: it was modified in place since, as autograd says without hooks; it was closed; or a graph is captured.
             IOFailure: it could not be read back.
         """
+        if compiler() is not None:  # see `dynamo_leaves_alone`
+            return without_compiler(self.unpack, held)  # type: ignore[no-any-return]
         if isinstance(held, Kept):
             return held.unchanged()
         if self.forked:
@@ -369,7 +376,8 @@ class OffloadEngine:
                 self._note_ends()
                 tape.asked(region, handle.ref.last_pass)
                 try:
-                    tensor, lacking = self._restorer.restore(handle), False
+                    tensor = self._restorer.restore(handle)
+                    lacking = False
                     self.prefetcher.run(tape, region.nbytes)
                 except NoTargetYet:
                     tensor, lacking = None, True
@@ -497,8 +505,8 @@ class OffloadEngine:
             region = ref.region
             if ref.last_pass != region.last_pass:
                 region.pending_unpacks -= 1
-            region.handles -= 1
-            if not region.handles:
+            region.handles = handles = region.handles - 1
+            if not handles:
                 self.meter.release(region)
                 self._release(region)
                 self.metrics.live_regions -= 1

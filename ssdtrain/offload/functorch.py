@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -27,12 +28,15 @@ from ssdtrain.storage import make_signal_safe_lock
 __all__ = [
     "PackHook",
     "StepAside",
+    "compiler",
     "disabled_because",
+    "dynamo_leaves_alone",
     "modes",
     "replaced_hooks",
     "top_hooks",
     "tracing",
     "warn_once",
+    "without_compiler",
     "without_modes",
 ]
 
@@ -53,6 +57,10 @@ CAN_STEP_ASIDE = hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
 
 _set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 """Makes Dynamo look at the functions that this thread calls, by the given callback, or not (None); returns what was set."""
+
+_get_compiler = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
+compiler: Callable[[], object] = _get_compiler or (lambda: None)
+"""Returns what `_set_compiler` was given. See `dynamo_leaves_alone`."""
 
 _lock = make_signal_safe_lock()
 _recorders = 0
@@ -91,6 +99,36 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+def dynamo_leaves_alone(hooks: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the bound methods `hooks` as Dynamo does not compile them, where a function that a compiled one calls as it is saves
+    tensors. `torch.compiler.disable` takes longer than all the questions that the pack hook asks of a tensor. So the frames of
+    the methods themselves are skipped, which ask for `compiler` first and call on by `without_compiler`."""
+    if "torch._dynamo" not in sys.modules:
+        return hooks
+    if _get_compiler is None:  # torch 2.6
+        return torch.compiler.disable(hooks[0]), torch.compiler.disable(hooks[1])
+    for hook in hooks:
+        _skip(hook.__func__)
+    _skip(without_compiler)
+    return hooks
+
+
+@lru_cache(maxsize=16)
+def _skip(function: Any) -> None:
+    from torch._dynamo.eval_frame import skip_code
+
+    skip_code(function.__code__)
+
+
+def without_compiler(hook: Callable[..., Any], *arguments: Any) -> Any:
+    """Call `hook`, in which Dynamo looks at nothing."""
+    before = _set_compiler(None)
+    try:
+        return hook(*arguments)
+    finally:
+        _set_compiler(before)
 
 
 class StepAside:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from types import TracebackType
@@ -11,7 +10,14 @@ from typing import Any
 import torch
 
 from ssdtrain.offload.engine import OffloadEngine
-from ssdtrain.offload.functorch import PackHook, StepAside, disabled_because, top_hooks, warn_once
+from ssdtrain.offload.functorch import (
+    PackHook,
+    StepAside,
+    disabled_because,
+    dynamo_leaves_alone,
+    top_hooks,
+    warn_once,
+)
 from ssdtrain.offload.tensors.region import Handle, Kept
 from ssdtrain.offload.tensors.tape import Tape
 
@@ -54,11 +60,6 @@ def hold(engine: OffloadEngine, tape: Tape, tensor: torch.Tensor) -> HeldTensor 
     return None if isinstance(handle, Kept) else HeldTensor(engine, handle)
 
 
-def _without_dynamo(hook: Any) -> Any:
-    """`hook`, which Dynamo leaves alone; it is also called in functions that a compiled one calls as they are."""
-    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
-
-
 class SavedTensorRecorder:
     """A context manager: what is saved for backward inside goes to `tape`.
 
@@ -74,7 +75,7 @@ class SavedTensorRecorder:
     def __init__(self, engine: OffloadEngine, tape: Tape) -> None:
         self.engine = engine
         self.tape = tape
-        pack, unpack = _without_dynamo(engine.pack), _without_dynamo(engine.unpack)
+        pack, unpack = dynamo_leaves_alone((engine.pack, engine.unpack))
         self.hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] = (
             PackHook(pack, tape),
             unpack,

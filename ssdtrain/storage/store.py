@@ -158,8 +158,11 @@ class SpillStore:
                 self._check_open()
             if self._freed or self._ending:
                 self._drain()
+            slot: Slot | None
             if self._host is None:
                 slot = self._reserve_drives(nbytes)
+            elif tier is None and not spare and (address := self._host.take(nbytes)) is not None:
+                slot = Slot(nbytes, (len(self._slabs), address, nbytes), address, pinned=self._pinned)
             elif tier == "ssd":
                 slot = self._reserve_drives(nbytes) or self._reserve_host(nbytes + spare)
             else:
@@ -248,9 +251,10 @@ class SpillStore:
         for operation in slot._operations:
             operation.cancel()
         slot._copied = copied
-        self._freed.append(slot)
+        freed = self._freed
+        freed.append(slot)
         # Note: [Free never blocks]
-        if len(self._freed) >= FREE_BATCH and self._lock.acquire(blocking=False):
+        if len(freed) >= FREE_BATCH and self._lock.acquire(blocking=False):
             try:
                 self._drain()
             finally:
@@ -368,9 +372,9 @@ class SpillStore:
         return None if extents is None else Slot(nbytes, extents)
 
     def _drain(self) -> None:
-        ending, host = self._ending, self._host
-        while self._freed:
-            ending.append(self._freed.popleft())
+        ending, freed, host = self._ending, self._freed, self._host
+        while freed:
+            ending.append(freed.popleft())
         if self.closed:
             return
         for _ in range(len(ending)):

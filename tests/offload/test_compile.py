@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from ssdtrain.offload.functorch import compiler
 from ssdtrain.pytorch.attached import attach_model
 from tests.offload import zoo
 from tests.offload.conftest import MakeRuntime
@@ -60,8 +61,9 @@ def test_attach_to_a_compiled_model(make_runtime: MakeRuntime) -> None:
     assert asked_for(runtime) > 0
 
 
-def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime) -> None:
+def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """A function that a compiled one calls, and that is left as it is, saves tensors while Dynamo looks at what is called."""
+    looking: list[bool] = []
 
     def inner(x: torch.Tensor) -> torch.Tensor:
         return (x * 2).exp() * (x + 1).sin()
@@ -74,6 +76,13 @@ def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime) -> None:
         return inner(y) + y
 
     runtime = make_runtime()
+    may_move = runtime.engine.eligible.may_move
+
+    def asked(tensor: torch.Tensor) -> bool:
+        looking.append(compiler() is not None)
+        return may_move(tensor)
+
+    monkeypatch.setattr(runtime.engine.eligible, "may_move", asked)
     gradients = []
     for recorded in (runtime.forward(), nullcontext()):
         x = torch.linspace(-1, 1, 4096, requires_grad=True)
@@ -83,6 +92,7 @@ def test_the_hooks_are_not_compiled(make_runtime: MakeRuntime) -> None:
         gradients.append(x.grad)
     assert torch.equal(*gradients)
     assert runtime.statistics().offload.saved_tensors > 0
+    assert looking and not any(looking)
 
 
 def test_a_whole_graph_is_the_models(make_runtime: MakeRuntime) -> None:

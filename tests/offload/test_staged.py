@@ -49,6 +49,39 @@ def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_h
     holds_nothing(runtime)
 
 
+def test_what_comes_back_has_the_geometry_of_what_was_saved(make_runtime: MakeRuntime) -> None:
+    """Also where other tensors were saved over the same bytes, and where it is asked for again."""
+    runtime = make_runtime(STAGED)
+    engine = runtime.engine
+    base = torch.arange(8192.0)
+    saved = [
+        base.view(1, 64, 128).transpose(1, 2),
+        torch.ones(4096, 1, dtype=torch.bool),
+        torch.randn(64, 1, 64, dtype=torch.bfloat16),
+        torch.randn(128, 64)[:, :48],
+        torch.arange(1024, dtype=torch.int64).view(torch.uint8),
+    ]
+    saved.append(saved[2].view(-1))
+    expected = [tensor.clone() for tensor in saved]
+    geometry = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in saved]
+    with runtime.forward() as tape:
+        handles = []
+        for tensor in saved:
+            torch.ones(1, requires_grad=True).neg()  # the next operator
+            handles.append(engine.pack(tape, tensor))
+    del saved, tensor, base
+    settled(runtime)
+    for _ in range(2):
+        for handle, values, form in zip(handles[::-1], expected[::-1], geometry[::-1], strict=True):
+            tensor = engine.unpack(handle)
+            assert torch.equal(tensor, values) and tensor._base is None
+            assert (tensor.dtype, tensor.shape, tensor.stride()) == form
+            tensor.zero_()  # as a backward may: the next pass gets what was saved
+    assert engine.metrics.loaded_bytes > 0
+    del handles, handle, tensor
+    holds_nothing(runtime)
+
+
 def test_what_is_on_the_device_already_is_not_dropped_for_a_buffer(make_runtime: MakeRuntime) -> None:
     """Its staging buffer is back: dropping it would give none, and it would be read again."""
     runtime = make_runtime(STAGED, prefetch=0)

@@ -34,6 +34,25 @@ def test_the_next_copy_waits_for_who_used_the_memory_before() -> None:
     assert second.memory.awaited[0].query()
 
 
+def test_a_target_has_the_form_of_the_tensor_that_comes_back() -> None:
+    """Each is a tensor of its own, whose death is noticed, over memory that is used again."""
+    device, targets = made()
+    form = torch.bfloat16, torch.Size((4, 1, 128)), (1, 4, 4), 0
+    address = 0
+    for _ in range(2):
+        target = targets.reserve(1024, form=form)
+        tensor = targets.take(target)
+        assert target.form is form and tensor._base is None and tensor._version == 0
+        assert (tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()) == form
+        assert tensor.data_ptr() == target.address and address in (0, target.address)
+        address = target.address
+        target.streams.append(device.current_stream())
+        device.compute.work(1.0)  # so that the memory is not given back
+        del tensor
+    aligned = targets.reserve(1024, lead=8, form=form)  # it begins elsewhere in its memory
+    assert aligned.form is None and targets.take(aligned).dtype is torch.uint8 and aligned.address % 64 == 8
+
+
 def test_the_next_copy_waits_for_every_stream_that_was_handed_the_memory() -> None:
     """A branch of the model that runs on a stream of its own, as overlapped experts do, reads what another one saved too."""
     device, targets = made()

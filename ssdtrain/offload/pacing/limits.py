@@ -248,7 +248,10 @@ class Departures:
         if region.transfer.rest is not None:
             self.parting.append(region)
         else:
-            self._add_whole(region)
+            self._regions.append(region)
+            self._bytes += region.nbytes
+            if self._bytes > self.limit:
+                self._let_go()
         if self.parting:
             self.advance(saved)
 
@@ -266,18 +269,12 @@ class Departures:
                 self._depart(region)
         self.parting = staying
 
-    def _add_whole(self, region: Region) -> None:
+    def _let_go(self) -> None:
         regions, limit = self._regions, self.limit
-        regions.append(region)
-        self._bytes += region.nbytes
-        while len(regions) > NEWEST:
-            oldest = regions[0]
-            leaves = _on_its_way(oldest)
-            if leaves and self._bytes <= limit:
-                return
-            regions.popleft()
+        while self._bytes > limit and len(regions) > NEWEST:
+            oldest = regions.popleft()
             self._bytes -= oldest.nbytes
-            if leaves and not oldest.transfer.keep_resident:
+            if _on_its_way(oldest) and not oldest.transfer.keep_resident:
                 self._depart(oldest)
 
     def under_way(self) -> int:
@@ -287,18 +284,19 @@ class Departures:
 
     def reap(self) -> None:
         """Process those at the head that are pinned and whose copies have ended. Cheap when none has."""
-        regions = self._regions
-        while regions and self._ended(regions[0]):
+        regions, ended = self._regions, self._ended
+        while regions and ended(regions[0]):
             self._bytes -= regions.popleft().nbytes
         if self.parting:
-            self.parting = [region for region in self.parting if not self._ended(region)]
+            self.parting = [region for region in self.parting if not ended(region)]
 
     def _ended(self, region: Region) -> bool:
         """False: it is on its way, and may leave only in its turn."""
         transfer = region.transfer
-        if not _on_its_way(region):
-            return True
-        if not transfer.pinned or (transfer.event is not None and not transfer.event.query()):
+        if transfer.state is not _STORING or not (region.pointer or transfer.payload is not None):
+            return True  # it is not on its way
+        event = transfer.event
+        if not transfer.pinned or not (event is None or event.query()):
             return False
         if transfer.keep_resident:
             self._stay(region)

@@ -44,6 +44,8 @@ operator_number = torch.autograd._get_sequence_nr
 
 logger = logging.getLogger("ssdtrain")
 
+_RESIDENT = State.RESIDENT
+
 STORE_TIMEOUT = (
     "stores in flight did not end within offload.deadline=%gs: a saved tensor of %d bytes stays in memory "
     "(counted in the report; faster drives, a lower offload.amount or more offload.buffer help)"
@@ -134,9 +136,9 @@ class StoreStarter:
         if following is not None and self._stores.in_order:
             self._meter.see(following)
         if self._copies:
-            nbytes = 0
-            for region in regions:
-                nbytes += region.nbytes
+            nbytes = regions[0].nbytes
+            if len(regions) > 1:
+                nbytes = sum([region.nbytes for region in regions])
             if nbytes > tape.second_operator or tape.nbytes > self.limits.largest_tape:
                 self.limits.saw(tape, nbytes, self._largest)
             if regions[-1].stream != stream:
@@ -157,14 +159,15 @@ class StoreStarter:
         tape.unstored.clear()
 
     def _begin(self, region: Region) -> bool:
-        if region.transfer.state is not State.RESIDENT:
+        mover = self._mover
+        if region.transfer.state is not _RESIDENT:
             return True  # released
         if self.closed or region.last_pass >= 0 or not region.capture():
-            self._mover.keep(region)
+            mover.keep(region)
             return True
         if region.origin is not None and region.packed is None:
             self._copy_together(region)
-        return self._mover.admits(region) and self._mover.begin_store(region)
+        return mover.admits(region) and mover.begin_store(region)
 
     def _copy_together(self, region: Region) -> None:
         self._device.record_use(region.probe)  # the copy is made on this stream

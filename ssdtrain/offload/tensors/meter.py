@@ -44,14 +44,14 @@ class Peaks(NamedTuple):
 class Seen(weakref.ref[torch.UntypedStorage]):
     """A storage that is counted: under which key, with how many bytes, and the regions over it that autograd still needs."""
 
-    __slots__ = ("dead", "key", "nbytes", "regions")
+    __slots__ = ("key", "nbytes", "regions")
 
     own = False
     """It would not be there if nothing left memory."""
     key: int
+    """`id` of the storage; 0: its death has been noticed."""
     nbytes: int
     regions: list[Region]
-    dead: bool
 
 
 class SeenBuffer(Seen):
@@ -86,6 +86,7 @@ class ActivationMeter:
         self.timeline: list[tuple[float, int]] = []
         self._seen: dict[int, Seen] = {}
         self._dead: SimpleQueue[Seen] = SimpleQueue()
+        self._died = self._dead.put
         self.settled = self._dead.empty
         """`settled()`: nothing has died that `drain` would take off."""
 
@@ -114,11 +115,10 @@ class ActivationMeter:
             self.drain()
         elif not self.settled():
             self.drain()  # what has died is not there together with this one
-        seen = self._seen[key] = kind(storage, self._dead.put)
+        seen = self._seen[key] = kind(storage, self._died)
         seen.key = key
         seen.nbytes = nbytes = storage.nbytes()
         seen.regions = []
-        seen.dead = False
         if not kind.own:
             self.unoffloaded_bytes += nbytes
         self.live_bytes += nbytes
@@ -134,7 +134,7 @@ class ActivationMeter:
         """Autograd needs this region no more."""
         seen = region.seen
         seen.regions.remove(region)
-        if seen.dead and not seen.regions and not seen.own:
+        if not (seen.key or seen.regions or seen.own):
             if self.unoffloaded_bytes > self._unoffloaded_recent:
                 self._unoffloaded_recent = self.unoffloaded_bytes
             self.unoffloaded_bytes -= seen.nbytes
@@ -169,14 +169,15 @@ class ActivationMeter:
 
     def drain(self) -> None:
         """Take off what has died. Cheap when nothing has."""
-        dead = self._dead
-        if dead.empty():
+        settled = self.settled
+        if settled():
             return
         self._note_peaks()
-        while not dead.empty():
-            seen = dead.get_nowait()
-            del self._seen[seen.key]
-            seen.dead = True
+        known, take = self._seen, self._dead.get_nowait
+        while not settled():
+            seen = take()
+            del known[seen.key]
+            seen.key = 0
             self.live_bytes -= seen.nbytes
             if isinstance(seen, SeenBuffer):
                 seen.died()

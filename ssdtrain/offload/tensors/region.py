@@ -75,6 +75,8 @@ class Region:
 
     stream: Any | None
     """Stream on which it was saved; set where it is to be copied off the device."""
+    form: Geometry | None = None
+    """Geometry of the first tensor saved, where the region is all of its bytes and nothing else."""
     origin: Geometry | None = None
     """Where a thin view lies in its storage, whose bytes are copied together."""
     packed: tuple[int, ...] | None = None  # shape of that copy, when it was made

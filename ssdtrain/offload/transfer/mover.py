@@ -37,6 +37,9 @@ __all__ = ["Mover"]
 
 logger = logging.getLogger("ssdtrain")
 
+# Looked up once: each saved tensor comes by here.
+_STORING, _STORED, _RELEASED = State.STORING, State.STORED, State.RELEASED
+
 
 class Mover:
     """Starts, finishes and cancels stores, and releases regions; `loads` does the way back. Together they own `Region.transfer`.
@@ -96,36 +99,41 @@ class Mover:
         Raises:
             StoreFull: no room, and `raise_when_full`.
         """
-        transfer, metrics = region.transfer, self.metrics
+        transfer, metrics, nbytes = region.transfer, self.metrics, region.nbytes
         if (region.pointer + region.start) % ALIGNED:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
+        # 1. What is stored: all of its bytes, a payload, or a part.
         if transfer.codec is not None and transfer.payload is None:  # else there was no room
             self._encode(region, transfer.codec)
         if transfer.tier == OWN_MEMORY:
             self._keep_encoded(region)
             return True
-        if transfer.moved_bytes != region.nbytes:
+        if transfer.moved_bytes != nbytes:
             transfer.rest = self.transfer.rests.take(region)
             if transfer.rest is None:  # no memory for it: it leaves whole
-                transfer.moved_bytes = transfer.stored_bytes = region.nbytes
+                transfer.moved_bytes = transfer.stored_bytes = nbytes
+        # 2. Its slot, and the copy or the write.
         try:
-            slot = transfer.slot = self._reserve(region)
+            slot = transfer.slot = self.store.reserve(
+                transfer.stored_bytes, transfer.tier, spare=transfer.spare_bytes
+            )
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
-        nbytes = transfer.moved_bytes
         if slot.pinned and transfer.payload is None:
-            transfer.event, transfer.pinned = self.transfer.copy_out(region), True
-            transfer.state = State.STORING
+            transfer.event, transfer.pinned = self.transfer.copy_out(region, slot), True
+            transfer.state = _STORING
         elif not self._begin_write(region):
             return False
-        metrics.offloaded_bytes += nbytes
-        if nbytes != region.nbytes:
-            metrics.kept_bytes += region.nbytes - nbytes
+        # 3. It is counted, and leaves a device in its turn.
+        moved = transfer.moved_bytes
+        metrics.offloaded_bytes += moved
+        if moved != nbytes:
+            metrics.kept_bytes += nbytes - moved
         if transfer.payload is not None:
             # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
             region.empty_()
-            metrics.encoded_bytes += nbytes
+            metrics.encoded_bytes += moved
             metrics.payload_bytes += transfer.stored_bytes
         if self.transfer.copies and not transfer.in_place:
             self.departures.add(region, metrics.saved_bytes)
@@ -208,21 +216,21 @@ class Mover:
 
     def _depart(self, region: Region) -> None:
         """Let what was copied off the device leave it: the payload, or the bytes of the tensor. A pinned one is STORED then."""
-        pinned = region.transfer.pinned
+        transfer = region.transfer
         if region.freed():
-            if pinned:  # else it is seen to when its store ends
+            if transfer.pinned:  # else it is seen to when its store ends
                 self._leave_to_owner(region)
             return
         self._leave(region)
-        if pinned:
-            region.transfer.state = State.STORED
+        if transfer.pinned:
+            transfer.state = _STORED
 
     def _leave(self, region: Region) -> None:
         self.transfer.depart(region)
-        if region.transfer.payload is not None:
-            region.transfer.payload = None
-        else:
+        if region.transfer.payload is None:
             region.empty_()
+        else:
+            region.transfer.payload = None
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
@@ -464,16 +472,16 @@ class Mover:
         """The last handle is gone: cancel what has not begun, free the slot, keep the memory that I/O still uses."""
         transfer = region.transfer
         state = transfer.state
-        if state is State.RELEASED:
+        transfer.state = _RELEASED
+        if state is _RELEASED:
             return
         if state is State.LOADING or state is State.LOADED:
             self.loads.forget(region)
         else:
             transfer.loaded = None  # no read fills it
-        transfer.state = State.RELEASED
         if transfer.target is not None:
             transfer.drop_target()
-        if state is State.STORING:
+        if state is _STORING:
             self._release_store(region)
         elif state is State.LOADING:
             self.loads.release(region)
@@ -484,9 +492,7 @@ class Mover:
             if region.pointer:
                 region.empty_()
         transfer.rest = None
-        if (
-            transfer.pinned or state is not State.STORING or not transfer.must_write
-        ):  # else it would be cancelled
+        if transfer.pinned or state is not _STORING or not transfer.must_write:  # else it would be cancelled
             self._free_slot(region)
         region.tape.remove(region)
 

@@ -18,6 +18,9 @@ from ssdtrain.storage import CorruptedData
 
 __all__ = ["Restorer"]
 
+# Looked up once: each saved tensor comes by here.
+_STORED, _LOADING, _STORING, _STAGED = State.STORED, State.LOADING, State.STORING, State.STAGED
+
 
 class Restorer:
     """Called with the engine's lock held, and never waits.
@@ -58,40 +61,43 @@ class Restorer:
         region = handle.region
         transfer, mover = region.transfer, self._mover
         state = transfer.state
-        if state is State.STORED:
+        if state is _STORED:
             if mover.transfer.closed:
                 raise after_close()
             self._prefetcher.missed(region)
             if not mover.loads.begin(region, on_demand=True):
                 return None
             state = transfer.state
-        if state is State.LOADING:
-            assert transfer.operation is not None
-            if not transfer.operation.done():
+        if state is _LOADING:
+            operation = transfer.operation
+            assert operation is not None
+            if not operation.done():
                 return None
             return self._hand_out(handle) if mover.loads.end(region) else self._restore(handle)
         loaded = transfer.loaded
         if loaded is not None and loaded._version != transfer.loaded_version:
             # Backward wrote into the buffer: those are not the bytes that were saved. See Note: [Buffers belong to the tensor].
-            if transfer.state is State.RESIDENT:
+            if state is State.RESIDENT:
                 dtype, size, *_ = handle.geometry
                 raise modified(dtype, size, loaded._version, transfer.loaded_version)
-            if transfer.state is State.LOADED:
+            if state is State.LOADED:
                 mover.loads.let_go(region)
                 return self._restore(handle)
-            if transfer.state is State.STORING:
+            if state is _STORING:
                 mover.loads.let_go(
                     region
                 )  # the staging buffer or the payload still has the bytes that were saved
-        if transfer.state is State.STORING and not mover.stop_store(region):
+        if state is _STORING and not mover.stop_store(region):
             mover.forward(region)
-        if transfer.state is State.STAGED:
+        if transfer.state is _STAGED:
             mover.unstage(region)
         return self._hand_out(handle)
 
     def _hand_out(self, handle: Handle) -> torch.Tensor:
-        region, ref, loads = handle.region, handle.ref, self._mover.loads
+        region = handle.region
+        ref = handle.ref
         transfer = region.transfer
+        loads = self._mover.loads
         loads.hand_out(region)
         now = region.tape.pass_number
         if region.last_pass != now:
@@ -104,11 +110,16 @@ class Restorer:
         if base is None:
             return region.tensor_from(region.tensor, region.start, handle.geometry, alone=False)
         # It can come from its tier again: then whoever was handed it owns the buffer.
-        last = region.pending_unpacks <= 0 and transfer.slot is not None
-        if last:
+        alone = False
+        if region.pending_unpacks <= 0 and transfer.slot is not None:
+            target = transfer.target
             loads.let_go(region)
+            if not region.shared:
+                if target is not None and target.form is handle.geometry:
+                    return base  # see Note: [Form of a target] in `targets`
+                alone = True
         start = int(base.storage_offset())  # what came back has a storage of its own
-        return region.tensor_from(base, start, handle.geometry, alone=last and not region.shared)
+        return region.tensor_from(base, start, handle.geometry, alone=alone)
 
 
 FURTHEST = 256

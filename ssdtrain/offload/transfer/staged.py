@@ -115,12 +115,11 @@ class StagedTransfer:
         # Never deferred: the pool's workers wait for the device anyway.
         return Write(self._write(region, lease, event), lease=lease, event=event)
 
-    def copy_out(self, region: Region) -> Event | None:
-        slot = region.transfer.slot
-        assert slot is not None
-        event = self.device.copy_to_host(address_of(region), slot.address, slot.nbytes)
+    def copy_out(self, region: Region, slot: Slot) -> Event | None:
+        event = self._pinned_ends[0] = self.device.copy_to_host(
+            region.pointer + region.start, slot.address, slot.nbytes
+        )
         self.store.copied(slot.nbytes, into=True)
-        self._pinned_ends[0] = event
         return event
 
     def _copy_out(self, region: Region, host: int) -> Event | None:
@@ -287,13 +286,14 @@ class StagedTransfer:
         if target is None or target.tensor is None:  # none yet, or that of an earlier load
             target = self._reserve(region, nbytes)
         tensor, memory = self.targets.take(target), target.memory
-        awaited = memory.awaited if after is None else [*memory.awaited, after]
+        awaited = memory.awaited
+        if after is not None:
+            awaited.append(after)
         event = self.device.copy_to_device(host, target.address, nbytes, awaited)
         memory.awaited = []  # all copies to the device are queued on one stream, the next one behind this
         if transfer.rest is not None:
             event = self._put_back(region, tensor) or event
-        slot = transfer.slot
-        if slot is not None and slot.pinned and not transfer.pinned:
+        if not transfer.pinned and (slot := transfer.slot) is not None and slot.pinned:
             self._copied(slot, event, nbytes, into=False)
         return Arrival(tensor, None, target, event)
 
@@ -312,9 +312,12 @@ class StagedTransfer:
 
     def _reserve(self, region: Region, nbytes: int) -> Target:
         """Return memory for `nbytes` that are stored, and for the part that stayed."""
-        rest = region.transfer.rest
-        nbytes = nbytes if rest is None else nbytes + rest.numel()
-        return self.targets.reserve(nbytes, region.transfer.arriving_lead)
+        transfer = region.transfer
+        if transfer.rest is not None:
+            return self.targets.reserve(nbytes + transfer.rest.numel(), transfer.lead)
+        if transfer.codec is not None:  # what arrives is encoded
+            return self.targets.reserve(nbytes)
+        return self.targets.reserve(nbytes, transfer.lead, region.form)
 
     def end_load(self, region: Region) -> Arrival | None:
         transfer = region.transfer
@@ -339,11 +342,12 @@ class StagedTransfer:
 
     def poll(self) -> None:
         self.targets.note_deaths()
-        for passing in self._passing:
-            while passing and passing[0][0].query():
-                lease = passing.popleft()[1]
-                if lease is not None:
-                    lease.release()
+        if any(self._passing):
+            for passing in self._passing:
+                while passing and passing[0][0].query():
+                    lease = passing.popleft()[1]
+                    if lease is not None:
+                        lease.release()
 
     def passing(self) -> Event | None:
         for event in self._pinned_ends:

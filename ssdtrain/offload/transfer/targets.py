@@ -10,6 +10,10 @@ the load stream, for these events.
 Targets are reserved a few regions before they are filled. So several are alive at a time, and the next one takes the memory of
 the one that died first: its copy waits for work that is long over.
 
+Note: [Form of a target]
+Where a region holds the bytes of one tensor and nothing else, the alias has the dtype, sizes and strides of that tensor: it is
+what backward gets, without another tensor made of it. The tensor over the block that it is an alias of is kept for the next one.
+
 Note: [Memory of the allocator]
 The allocator knows only the load stream. What it is given back while another stream reads it, it may unmap at any time (with
 expandable segments, where memory is short or after `torch.cuda.empty_cache`) or hand to others (cudaMallocAsync, or a component
@@ -19,8 +23,9 @@ stays here until the death of the alias has been noticed, and the events of its 
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -28,13 +33,31 @@ import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ssdtrain.device import Device, Event
-from ssdtrain.offload.tensors.geometry import ALIGNED
+from ssdtrain.offload.tensors.geometry import ALIGNED, Geometry, tensor_over
 from ssdtrain.offload.tensors.meter import ActivationMeter, SeenBuffer
 
 __all__ = ["LoadTargets", "NoTargetYet", "Target"]
 
+_from_dlpack: Callable[[object], torch.Tensor] = getattr(torch._C, "_from_dlpack", from_dlpack)
+"""The same of a capsule, without asking what it is given."""
+
 SLACK = 2
 """Memory is used again for a target that needs at least this part of it."""
+
+FORMS = 16
+"""Number of forms that memory keeps a tensor of, at most."""
+
+
+@functools.cache
+def keeps_form(dtype: torch.dtype) -> bool:
+    """Return whether an alias by DLPack has the dtype and the strides of its tensor: older versions of torch do not know every
+    dtype, and set the strides of dimensions of size 1."""
+    probe = torch.empty_strided((1, 2), (7, 1), dtype=dtype, device="cpu")
+    try:
+        alias = _from_dlpack(to_dlpack(probe))
+    except (RuntimeError, BufferError):
+        return False
+    return alias.dtype is dtype and alias.stride() == probe.stride()
 
 
 class NoTargetYet(torch.OutOfMemoryError):
@@ -48,7 +71,7 @@ class TargetMemory:
         tensor: the memory (uint8).
     """
 
-    __slots__ = ("address", "awaited", "nbytes", "tensor")
+    __slots__ = ("address", "awaited", "forms", "nbytes", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -56,17 +79,30 @@ class TargetMemory:
         self.address = tensor.data_ptr()
         self.awaited: list[Event] = []
         """What the next copy into it waits for."""
+        self.forms: dict[Geometry, torch.Tensor] = {}
+        """Tensors at its begin. See Note: [Form of a target]."""
+
+    def in_form(self, form: Geometry) -> torch.Tensor | None:
+        """Return a tensor of this form at the begin of the memory; None: aliases of it have another form."""
+        tensor = self.forms.get(form)
+        if tensor is None and keeps_form(form[0]):
+            if len(self.forms) == FORMS:
+                self.forms.clear()
+            tensor = self.forms[form] = tensor_over(self.tensor, form)
+        return tensor
 
 
 class Target(SeenBuffer):
     """A part of such memory that a load fills; a reference to the storage of the alias that is handed out."""
 
-    __slots__ = ("address", "memory", "streams", "tensor", "used")
+    __slots__ = ("address", "form", "memory", "streams", "tensor", "used")
 
     memory: TargetMemory
     address: int
     tensor: torch.Tensor | None
-    """The alias (uint8), until `take`."""
+    """The alias, of uint8 or in its form, until `take`."""
+    form: Geometry | None
+    """Form of the alias; None: uint8. See Note: [Form of a target]."""
     streams: list[Any]
     """Streams that were handed it."""
     used: deque[Target]
@@ -99,8 +135,11 @@ class LoadTargets:
         self._waits = waits
         self._allocated: TargetMemory | None = None  # for the target that was missing
 
-    def reserve(self, nbytes: int, lead: int = 0) -> Target:
+    def reserve(self, nbytes: int, lead: int = 0, form: Geometry | None = None) -> Target:
         """Return a target of `nbytes` uninitialised bytes, whose address is `lead` modulo `ALIGNED`.
+
+        Args:
+            form: form of all these bytes as a tensor; None: uint8.
 
         Raises:
             NoTargetYet: `allocate` has to make it.
@@ -112,11 +151,14 @@ class LoadTargets:
         if self._alive_bytes > self._peak_bytes:
             self._peak_bytes = self._alive_bytes
         start = (lead - memory.address) % ALIGNED if lead else 0
-        part = memory.tensor if memory.nbytes == nbytes else memory.tensor[start : start + nbytes]
-        tensor = from_dlpack(to_dlpack(part))
+        part = memory.in_form(form) if form is not None and not lead else None
+        if part is None:
+            form = None
+            part = memory.tensor if memory.nbytes == nbytes else memory.tensor[start : start + nbytes]
+        tensor = _from_dlpack(to_dlpack(part))
         target = self._meter.see(tensor.untyped_storage(), Target)
         target.memory, target.address, target.tensor = memory, memory.address + start, tensor
-        target.streams, target.used = [], self._dead
+        target.form, target.streams, target.used = form, [], self._dead
         return target
 
     def _dead_memory(self, nbytes: int) -> TargetMemory | None:

@@ -23,7 +23,7 @@ from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.offload.transfer.rests import Rests
 from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read, Write
 from ssdtrain.offload.transfer.targets import LoadTargets, Target
-from ssdtrain.storage import ALIGNMENT, Operation, SpillStore
+from ssdtrain.storage import ALIGNMENT, Operation, Slot, SpillStore
 
 __all__ = ["DirectTransfer", "Encoding", "Transfer", "address_of"]
 
@@ -63,8 +63,8 @@ class Transfer(Protocol):
             defer: nothing waits for it, see `SpillStore.write`.
         """
 
-    def copy_out(self, region: Region) -> Event | None:
-        """Queue the copy of the region, or of its payload, to its slot, which is pinned. Returns its end."""
+    def copy_out(self, region: Region, slot: Slot) -> Event | None:
+        """Queue the copy of the region, which has no payload, to its slot, which is pinned. Returns its end."""
 
     def depart(self, region: Region) -> None:
         """Let the stream of a region that is being stored wait for its copy: then its tensor may be emptied."""
@@ -174,7 +174,7 @@ class DirectTransfer:
         address = address_of(region)
         return Write(self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT)
 
-    def copy_out(self, region: Region) -> Event | None:
+    def copy_out(self, region: Region, slot: Slot) -> Event | None:
         raise AssertionError("no device copies to a tier itself")
 
     def depart(self, region: Region) -> None:
