@@ -147,7 +147,9 @@ def _divisors(number: int) -> list[int]:
 
 def _sizes(job: ClusterJob) -> list[int]:
     """Microbatches to compare layouts with: powers of two that divide the batch."""
-    return [size for size in (1 << bit for bit in range(LARGEST_COMPARED.bit_length())) if job.microbatches(size)]
+    return [
+        size for size in (1 << bit for bit in range(LARGEST_COMPARED.bit_length())) if job.microbatches(size)
+    ]
 
 
 def _alike(job: ClusterJob) -> tuple[float, NoPlan | InvalidValue | None]:
