@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm as communication
 from deepspeed.comm.torch import TorchBackend
 from deepspeed.runtime.activation_checkpointing import checkpointing
@@ -149,6 +150,13 @@ def set_zero_section(config_class: Any, section: dict[str, Any]) -> None:
 def is_partitioned(model: torch.nn.Module) -> bool:
     """True where `deepspeed.zero.Init` has split the model's parameters, as its own config says."""
     return any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+
+
+def device_memory() -> int | None:
+    """Bytes of memory of the GPU that an engine is being made for; None: it is made for a CPU."""
+    if get_accelerator().device_name() != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def existing_engines() -> list[Any]:

@@ -10,7 +10,6 @@ as instance attributes; an engine without the block keeps the class's functions 
 from __future__ import annotations
 
 import inspect
-import json
 import logging
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,7 +29,6 @@ from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.tensors.eligible import GatheredStorages
 from ssdtrain.planner.plan_blocks import check_patterns
-from ssdtrain.planner.planned_state import PlannedState
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import (
@@ -46,7 +44,7 @@ from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import DEEPSPEED_CONFLICTS
 from ssdtrain_ds.monitor import Monitor, patch_trainer
 from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
-from ssdtrain_ds.planned_state import ZERO_SECTION, planned_section
+from ssdtrain_ds.state import place_state
 
 __all__ = ["install", "runtime_of", "uninstall"]
 
@@ -89,13 +87,8 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             config = load_config(written[BLOCK_KEY], path=BLOCK_KEY) if BLOCK_KEY in written else None
             if config is not None and config.active and (config.offload is not None or config.plans):
                 _check_instructions(type(self), written[BLOCK_KEY])
-            if (
-                config is not None
-                and config.plans
-                and config.plan is not None
-                and config.plan.file is not None
-            ):
-                written = _follow_plan_file(config_class, written, config.plan.file, given["model"])
+            if config is not None and config.plans:
+                written = place_state(config, config_class, written, given["model"], given.get("optimizer"))
             if config is not None and config.active:
                 check_conflicts(DEEPSPEED_CONFLICTS, config, written)
                 check_mode(config)
@@ -119,26 +112,6 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             self.__dict__[_ATTACHMENT] = _EngineAttachment(self, config, written)
 
     return init
-
-
-def _follow_plan_file(
-    config_class: Any, written: dict[str, Any], file: str, model: torch.nn.Module
-) -> dict[str, Any]:
-    """Have the engine that is being made hold model state where the plan of a file puts it. Returns the config with that.
-
-    Raises:
-        ConfigError: the config says otherwise, or the model has been partitioned already as something else says.
-    """
-    key = f"{BLOCK_KEY}.plan.file"
-    section = planned_section(PlannedState.read(file, key), written, file, key)
-    if section != written.get(ZERO_SECTION) and _compat.is_partitioned(model):
-        why = "comes too late for a model that deepspeed.zero.Init has partitioned as its own config says"
-        allowed = (
-            f'that config with "{ZERO_SECTION}": {json.dumps(section)}, as ssdtrain plan --apply writes it'
-        )
-        raise ConfigError([ConfigIssue(key, file, why, allowed)])
-    _compat.set_zero_section(config_class, section)
-    return {**written, ZERO_SECTION: section}
 
 
 def _check_patterns(model: torch.nn.Module, config: Config) -> None:

@@ -54,12 +54,12 @@ def zero_options(state: PlannedState, directory: str | None = None) -> dict[str,
     return options
 
 
-def planned_section(state: PlannedState, written: Mapping[str, Any], file: str, key: str) -> dict[str, Any]:
+def planned_section(state: PlannedState, written: Mapping[str, Any], value: Any, key: str) -> dict[str, Any]:
     """The section `zero_optimization` of a config, with what a plan adds to it.
 
     Args:
         written: the whole DeepSpeed config.
-        file, key: of the plan, for errors.
+        value, key: of the config, that the plan follows from, for errors.
 
     Raises:
         ConfigError: the config says otherwise, or lacks what is read before an engine is made.
@@ -71,16 +71,14 @@ def planned_section(state: PlannedState, written: Mapping[str, Any], file: str, 
     if state.place == "ssd" and state.optimizer_away and directory is None:
         why = "has model state on SSD, and the config has no directory for it"
         problems.append(
-            ConfigIssue(key, file, why, f'"{ZERO_SECTION}": {{"offload_param": {{"nvme_path": DIRECTORY}}}}')
+            ConfigIssue(key, value, why, f'"{ZERO_SECTION}": {{"offload_param": {{"nvme_path": DIRECTORY}}}}')
         )
     stage = section.get("stage", 0)
     if stage != options["stage"]:
-        why = (
-            f"is not the stage of the plan in {file}, and cannot be changed for an engine that is being made"
-        )
+        why = f"is not the stage of the plan of {key}, and cannot be changed for an engine that is being made"
         allowed = f'"{ZERO_SECTION}": {json.dumps(options)}, as ssdtrain plan --apply writes it'
         problems.append(ConfigIssue(f"{ZERO_SECTION}.stage", stage, why, allowed))
-    merged = _merged(section, options, ZERO_SECTION, file, problems)
+    merged = _merged(section, options, ZERO_SECTION, key, problems)
     if problems:
         raise ConfigError(problems)
     return merged
@@ -94,17 +92,17 @@ def _directories(section: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _merged(
-    section: Mapping[str, Any], options: Mapping[str, Any], path: str, file: str, problems: list[ConfigIssue]
+    section: Mapping[str, Any], options: Mapping[str, Any], path: str, key: str, problems: list[ConfigIssue]
 ) -> dict[str, Any]:
     """Both, with a problem for each key that has another value in `section`."""
     merged = dict(section)
-    for key, value in options.items():
-        given = section.get(key, _AUTO)
+    for name, value in options.items():
+        given = section.get(name, _AUTO)
         if isinstance(value, Mapping) and isinstance(given, Mapping):
-            merged[key] = _merged(given, value, f"{path}.{key}", file, problems)
+            merged[name] = _merged(given, value, f"{path}.{name}", key, problems)
             continue
-        if key != "stage" and given not in (_AUTO, value):
-            why = f"is {value} in the plan of {file}"
-            problems.append(ConfigIssue(f"{path}.{key}", given, why, f"{value}, or leaving it out"))
-        merged[key] = value
+        if name != "stage" and given not in (_AUTO, value):
+            why = f"is {value} in the plan of {key}"
+            problems.append(ConfigIssue(f"{path}.{name}", given, why, f"{value}, or leaving it out"))
+        merged[name] = value
     return merged

@@ -58,6 +58,12 @@ class PlanConfig(Section):
     (docs/plan-apply.md); what it cannot set is an error with what to write. Default: model state is as the framework is
     configured."""
 
+    state_limit: MemorySize | None = None
+    """Bytes of a device for model state under ZeRO-3: parameters, gradients, optimizer state, and blocks that are
+    gathered. If by the model's shapes there is more, the optimizer runs on CPUs, and the weights of as many blocks as have to are
+    in host memory (docs/plan-apply.md). Default: on a GPU half of its memory, where all of the state does not fit into it and the
+    config does not say where state is; else model state is as the framework is configured."""
+
     plot: bool = False
     """Draw activation memory over a step that follows the plan, predicted against measured, into plan-rank-N.png in `report.path`
     (docs/plan-auto.md). It takes about a second of each rank, for plans 1, 2, 3, 4, 8, 16 ... of a run, and needs matplotlib.
@@ -67,6 +73,9 @@ class PlanConfig(Section):
         if self.objective == "time" and self.device_limit is None:
             why = "needs a device_limit: without one, keeping everything is the fastest"
             yield "objective", self.objective, why, '"memory", or a device_limit'
+        if self.state_limit is not None and self.file is not None:
+            why = "is beside file, which says where model state is"
+            yield "state_limit", self.state_limit, why, "one of the two"
 
     @property
     def memory(self) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ssdtrain.config import ConfigError, ConfigIssue
+from ssdtrain.config.errors import InvalidValue
+from ssdtrain.config.units import format_size
 
 __all__ = ["PlannedState", "StatePlace"]
 
@@ -66,6 +68,34 @@ class PlannedState:
             why = "has no section `state` of this version of SSDTrain"
             raise ConfigError([ConfigIssue(key, file, why, allowed)])
         return cls(**section)
+
+    def within(self, limit: int, itemsize: int, others: int) -> PlannedState:
+        """Return the placement under ZeRO-3 that leaves most where it is fastest: all on the device; else the optimizer on CPUs;
+        else also the weights of as few blocks as possible in host memory.
+
+        Args:
+            limit: bytes of a rank's device.
+            itemsize: bytes of a weight.
+            others: bytes of gradients and optimizer state of all ranks together.
+
+        Raises:
+            InvalidValue: what is outside of blocks, and the blocks that are gathered, do not fit.
+        """
+        gathered = itemsize * max(self.buffers * self.block_parameters, self.largest_parameter)
+        room = (limit - gathered) * self.ranks
+        weights = itemsize * (self.outer_parameters + self.blocks * self.block_parameters)
+        if weights + others <= room:
+            return replace(self, place="device", persistent=self.blocks, cpu_optimizer=False)
+        if weights <= room:
+            return replace(self, place="device", persistent=self.blocks, cpu_optimizer=True)
+        persistent = (room // itemsize - self.outer_parameters) // self.block_parameters
+        if persistent < 0:
+            least = gathered + -(-itemsize * self.outer_parameters // self.ranks)
+            raise InvalidValue(
+                f"is less than what is outside of blocks and {self.buffers} gathered blocks take",
+                f"{format_size(least)} and more, or smaller blocks",
+            )
+        return replace(self, place="host", persistent=persistent, cpu_optimizer=True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain data, as `read` takes it."""

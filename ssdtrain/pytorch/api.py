@@ -184,6 +184,10 @@ def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
             "without this key"
         )
         raise ConfigError([ConfigIssue("ssdtrain.plan.file", config.plan.file, why, allowed)])
+    if config.plan.state_limit is not None:
+        why = "is for ZeRO-3, and the model state of plain PyTorch is in the section state"
+        allowed = '"state": {"directories": ..., "device_limit": ...} without this key'
+        raise ConfigError([ConfigIssue("ssdtrain.plan.state_limit", config.plan.state_limit, why, allowed)])
     blocks = recomputable_blocks(model, config.plan) or {}
     why = register_trackers() if blocks and config.plan.recompute != "off" else ""
     return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, compress=True)

@@ -1,8 +1,9 @@
-"""A plan of `ssdtrain plan` carried out by ZeRO-3: from its file at start, and from a config that --apply has written."""
+"""Model state where a plan puts it, carried out by ZeRO-3: from a file, a config that --apply has written, or a limit."""
 
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import torch
 from torch import nn
 
 from ssdtrain.config import ConfigError
+from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.planned_state import PlannedState
 from ssdtrain.tools.cli.main import main
+from ssdtrain_ds import _compat
 from ssdtrain_ds.planned_state import zero_options
 from tests.deepspeed import models
-from tests.deepspeed.conftest import MakeEngine, train
+from tests.deepspeed.conftest import ACCELERATOR, MakeEngine, train
+from tests.support import processes
 
 LAYERS, GPU_MEMORY, LIMIT = 16, 24 * 2**30, 800_000
 
@@ -47,10 +51,10 @@ def plan(tmp_path: Path, capsys: pytest.CaptureFixture[str], *more: str) -> Path
     return file
 
 
-def deep() -> nn.Module:
+def deep(layers: int = LAYERS) -> nn.Module:
     torch.manual_seed(0)
     model = models.GPT()
-    model.blocks = nn.ModuleList(models.Block() for _ in range(LAYERS))
+    model.blocks = nn.ModuleList(models.Block() for _ in range(layers))
     return model
 
 
@@ -161,3 +165,87 @@ def test_blocks_whose_optimizer_stays_are_a_ratio_of_groups_and_ranks_share_what
     assert zero_options(replace(STATE, place="device", zero=2, cpu_optimizer=False)) == {"stage": 2}
     fits = zero_options(replace(STATE, persistent=LAYERS))
     assert fits == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+
+
+def run_ranks(directory: Path, name: str, config: dict[str, Any], steps: int, resume: str = "") -> list[Any]:
+    """What two ranks of `placed` have written."""
+    arguments = [str(directory), name, json.dumps(config), str(steps), *([resume] if resume else [])]
+    killed = pytest.raises(AssertionError) if name == "killed" else nullcontext()
+    with killed:
+        imports = ["deepspeed", "ssdtrain_ds"]
+        processes.forked(2, "tests.deepspeed.placed", *arguments, imports=imports, timeout=850, **ACCELERATOR)
+    return [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # three groups of two processes
+def test_two_ranks_train_four_times_the_limit_by_the_plan_as_by_hand_and_go_on_after_a_kill(
+    tmp_path: Path,
+) -> None:
+    limit, layers, steps = 158_000, 6, 3
+    base = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9, **OTHERS}
+    key = {"plan": {"state_limit": f"{limit}B"}, "report": {"interval": 0}}
+    planned = run_ranks(
+        tmp_path, "killed", {**base, "zero_optimization": {"stage": 3}, "ssdtrain": key}, steps
+    )
+    section = planned[0]["section"]
+    by_hand = run_ranks(tmp_path, "hand", {**base, "zero_optimization": section}, steps)
+    resumed = run_ranks(
+        tmp_path, "resumed", {**base, "zero_optimization": {"stage": 3}, "ssdtrain": key}, steps, "killed"
+    )
+    elements = 3136 + 2048 + layers * 12704
+    assert 16 * elements // 2 > 4 * limit
+    assert section["offload_param"] == section["offload_optimizer"] == {"device": "cpu"}
+    for mine, hand, after in zip(planned, by_hand, resumed, strict=True):
+        assert mine["planned"] and not hand["planned"]
+        assert mine["section"] == section and mine["kept"] == hand["kept"] < elements
+        assert 4 * (mine["kept"] + 2 * 12704) < limit
+        assert mine["losses"] == hand["losses"]
+        assert after["losses"] == mine["losses"][2:]
+
+
+def test_state_takes_the_device_then_the_cpus_for_the_optimizer_then_host_memory() -> None:
+    whole = replace(STATE, place="device", zero=3, ranks=2, persistent=LAYERS, cpu_optimizer=False)
+    weights, buffers = 4 * (3136 + LAYERS * 12704), 4 * 2 * 12704
+    others = 3 * weights
+    assert whole.within((weights + others) // 2 + buffers, 4, others) == whole
+    on_cpus = replace(whole, cpu_optimizer=True)
+    assert whole.within((weights + others) // 2 + buffers - 1, 4, others) == on_cpus
+    assert whole.within(weights // 2 + buffers, 4, others) == on_cpus
+    assert whole.within(weights // 2 + buffers - 1, 4, others) == replace(
+        on_cpus, place="host", persistent=15
+    )
+    least = 4 * 3136 // 2 + buffers
+    assert whole.within(least, 4, others).persistent == 0
+    with pytest.raises(InvalidValue, match=f"{least // 1024}|{least}"):
+        whole.within(least - 1, 4, others)
+
+
+def test_a_gpu_whose_memory_state_exceeds_has_half_of_it_unless_the_config_says_where_state_is(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def section(memory: int | None, **more: Any) -> dict[str, Any]:
+        monkeypatch.setattr(_compat, "device_memory", lambda: memory)
+        engine = make_engine({"plan": "auto"}, model=deep(), zero_optimization={"stage": 3, **more}, **OTHERS)
+        return dict(engine._config._param_dict["zero_optimization"])
+
+    outer = 3136 + 2048  # the output layer is no other's weight here
+    total = 16 * (outer + LAYERS * 12704)
+    assert section(total) == section(None) == {"stage": 3}
+    planned = section(total // 2)
+    by_limit = replace(STATE, zero=3, outer_parameters=outer).within(total // 4, 4, total * 3 // 4)
+    assert planned == zero_options(by_limit) and planned["offload_optimizer"] == {"device": "cpu"}
+    given = {"offload_optimizer": {"device": "cpu"}}
+    assert section(total // 2, **given) == {"stage": 3, **given}
+
+
+def test_a_limit_for_an_engine_that_cannot_keep_it_is_an_error(make_engine: MakeEngine) -> None:
+    def make(limit: str, **section: Any) -> None:
+        make_engine({"plan": {"state_limit": limit}}, model=deep(), zero_optimization=section, **OTHERS)
+
+    with pytest.raises(ConfigError, match=r"zero_optimization\.stage: 2 is not the stage of the plan"):
+        make("800000B", stage=2)
+    with pytest.raises(ConfigError, match=r"offload_optimizer\.device: 'none' is cpu in the plan"):
+        make("800000B", stage=3, offload_optimizer={"device": "none"})
+    with pytest.raises(ConfigError, match=r"ssdtrain\.plan\.state_limit: .* outside of blocks .* and more"):
+        make("100000B", stage=3)

@@ -209,6 +209,12 @@ def test_keys_of_comm_without_anything_that_compresses_are_rejected(given: str) 
         assert config_from_args(parser().parse_args([*given.split(), *more.split()])) is not None
 
 
+def test_a_limit_of_model_state_is_rejected_as_what_deepspeed_has() -> None:
+    given = ["--ssdtrain-plan", "auto", "--ssdtrain-plan-state-limit", "8GiB"]
+    with pytest.raises(ConfigError, match=r"--ssdtrain-plan-state-limit.*--print-flags"):
+        config_from_args(parser().parse_args(given))
+
+
 @pytest.mark.parametrize("more", ["", "--ssdtrain-compact-mode quant"])
 def test_a_plan_that_compresses_is_rejected_as_what_megatron_cannot_have(more: str) -> None:
     given = ["--ssdtrain-plan", "auto", "--ssdtrain-plan-compress", *more.split()]

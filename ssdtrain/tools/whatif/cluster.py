@@ -349,7 +349,7 @@ class _Candidate:
 
 @lru_cache(64)
 def _candidates(job: ClusterJob, microbatch: int, last: bool) -> dict[tuple[int, int], _Candidate]:
-    """Those that were asked for, which several searches compare, by what stays and its buffers."""
+    """Candidates of a stage so far, by the blocks that stay and their buffers: several searches compare them."""
     return {}
 
 

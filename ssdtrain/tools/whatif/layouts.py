@@ -23,7 +23,7 @@ USUAL_TOKENS = 1 << 22
 PLANNED = 3
 """Number of layouts, of those that are best with all blocks alike, that are planned."""
 
-LARGEST = 32
+LARGEST_COMPARED = 32
 """Sequences of the largest microbatch that is tried while layouts are compared."""
 
 
@@ -147,7 +147,9 @@ def _divisors(number: int) -> list[int]:
 
 def _sizes(job: ClusterJob) -> list[int]:
     """Microbatches to compare layouts with: powers of two that divide the batch."""
-    return [size for size in (1 << bit for bit in range(LARGEST.bit_length())) if job.microbatches(size)]
+    return [
+        size for size in (1 << bit for bit in range(LARGEST_COMPARED.bit_length())) if job.microbatches(size)
+    ]
 
 
 def _alike(job: ClusterJob) -> tuple[float, NoPlan | InvalidValue | None]:
