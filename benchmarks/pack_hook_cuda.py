@@ -3,11 +3,12 @@
     python -m benchmarks.pack_hook --device cuda --json
 
 A chain of operators that compute nothing, each of which saves a tensor of its own, runs forward and backward in rounds:
-plain, with each peer, and with SSDTrain on each tier. Counted is CPU time of the threads that run it (`time.thread_time`): of
-forward (`pack`), of backward (`unpack`: the thread that calls it and autograd's own), and of both with what ends the step
-(`all`), each less the plain round's, by the number of saved tensors; medians of all rounds. A round of its own counts calls
-of CUDA, waits of the host, and the allocator's peaks. Meant for the emulated device (tests/cuda/emulation), whose functions
-cost every side the same.
+plain, with each peer, with SSDTrain on each tier, and with its default amount (host tier, `auto`) once a plan is followed: what
+computes nothing has nothing to hide a copy behind, so that plan may be to keep all. Counted is CPU time of the threads that
+run it (`time.thread_time`): of forward (`pack`), of backward (`unpack`: the thread that calls it and autograd's own), and of both
+with what ends the step (`all`), each less the plain round's, by the number of saved tensors; medians of all rounds. A round of
+its own counts calls of CUDA, waits of the host, and the allocator's peaks. Meant for the emulated device (tests/cuda/emulation),
+whose functions cost every side the same.
 
 Peers: torch's `save_on_cpu` with pinned memory; torchtune's `OffloadActivations` with streams, the published class where
 torchtune is installed (`pip install --no-deps torchtune`), and a stand-in of ours that makes the same calls of torch and CUDA
@@ -33,10 +34,14 @@ import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from ssdtrain.config import load_config
+from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.runtime import Runtime
 
 GROUP = 4
 """Operators of a group of Megatron's."""
+
+PLANNED = 16
+"""Steps in which `amount: "auto"` profiles, plans and follows its plan."""
 
 BEST_PEER = "torchtune"
 """The fastest that overlaps copies with computation in both directions."""
@@ -82,6 +87,13 @@ class Way:
 
     def end_step(self) -> None:
         return None
+
+    def settle(self, size: int, operators: int) -> None:
+        """Run the steps after which all are alike."""
+
+    def figures(self) -> dict[str, float]:
+        """Return what is to be known of it beside times."""
+        return {}
 
     def close(self) -> None:
         return None
@@ -150,10 +162,10 @@ class MegatronGroups(Way):
 
 
 class SSDTrain(Way):
-    def __init__(self, size: int, operators: int, directory: Path | None) -> None:
+    def __init__(self, size: int, operators: int, directory: Path | None, amount: str = "all") -> None:
         # Room for all stores in flight, and for all loads: a wait for room is not what is measured here.
         room = 2 * operators * size
-        section: dict[str, Any] = {"amount": "all", "buffer": room}
+        section: dict[str, Any] = {"amount": amount, "buffer": room}
         section |= {"host": room} if directory is None else {"directories": str(directory)}
         device = torch.device("cuda", 0)
         config = load_config({"offload": section, "report": {"interval": 0}})
@@ -170,6 +182,25 @@ class SSDTrain(Way):
 
     def close(self) -> None:
         self._runtime.close()
+
+
+class SSDTrainAuto(SSDTrain):
+    """The default amount, once its plan is followed."""
+
+    def __init__(self, size: int, operators: int) -> None:
+        super().__init__(size, operators, None, "auto")
+
+    def settle(self, size: int, operators: int) -> None:
+        for _ in range(PLANNED):
+            Seconds(self, size, operators)
+
+    def figures(self) -> dict[str, float]:
+        """Return the share of what was saved that left memory, of all steps, and how many ran without hooks."""
+        found = self._runtime.statistics()
+        assert found is not None
+        saved, left = found.offload.saved_bytes, found.offload.offloaded_bytes
+        (plan,) = (metrics for _, metrics in found.sets if isinstance(metrics, PlanMetrics))
+        return {"offloaded_share": left / saved, "idle_steps": float(plan.idle_steps)}
 
 
 # torchtune
@@ -352,6 +383,7 @@ def ways(
         "megatron": MegatronGroups,
         "ssdtrain_host": lambda: SSDTrain(size, operators, None),
         "ssdtrain_ssd": lambda: SSDTrain(size, operators, directory),
+        "ssdtrain_auto": lambda: SSDTrainAuto(size, operators),
     }
     made, missing = {}, {}
     for name, make in makers.items():
@@ -383,6 +415,8 @@ def measure_cuda(
         "missing": missing,
     }
     with emulated.settings(queue=1 << 20) if emulated else nullcontext():
+        for way in made.values():
+            way.settle(size, operators)
         for turn in range(rounds + 3):  # the first ones grow pools
             for name, way in made.items():
                 seconds = Seconds(way, size, operators)
@@ -393,7 +427,8 @@ def measure_cuda(
                 for key, value in counted(way, size, operators).items():
                     figures[f"{name}_{key}"] = value
                 figures[f"{name}_cuda_calls"] = sum(figures[f"{name}_calls"].values())
-    for way in made.values():
+    for name, way in made.items():
+        figures |= {f"{name}_{key}": value for key, value in way.figures().items()}
         way.close()
     for name, kinds in rows.items():
         for kind, attribute in (("pack", "forward"), ("unpack", "backward"), ("all", "whole")):
