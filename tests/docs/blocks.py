@@ -140,6 +140,7 @@ RUN_BY = {
         f"{BLOCKS}::test_automatic_plans", "the directory"
     ),
     ("docs/plan-auto.md", '"ssdtrain"'): IS_A_CONFIG,
+    ("docs/plan-apply.md", '{"zero_optimization"'): IS_A_CONFIG,
     ("docs/plan-apply.md", "from ssdtrain.planner.execute"): Ran(
         f"{BLOCKS}::test_a_plan_of_blocks_is_followed"
     ),
