@@ -39,11 +39,12 @@ def extension(module: str, source: str) -> list[Extension]:
 
 
 class BuildFresh(build_py):
-    """Builds into an empty directory: modules of an earlier version would be packed with those of this one."""
+    """Builds into empty directories: modules of an earlier version would be packed with those of this one."""
 
     def run(self) -> None:
         if not self.editable_mode:
-            shutil.rmtree(self.build_lib, ignore_errors=True)
+            for package in {name.partition(".")[0] for name in self.distribution.packages or ()}:
+                shutil.rmtree(Path(self.build_lib) / package, ignore_errors=True)
         super().run()
 
 

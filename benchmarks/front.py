@@ -1,7 +1,7 @@
 """Memory against time of one model: keep, recompute some layers, torch's save_on_cpu, offload, and plans at several limits.
 
     python -m benchmarks.front --json --rows out/front.jsonl --plot out/front.png
-    python -m benchmarks.front --draw docs/results/front.json --plot docs/images/front.png
+    python -m benchmarks.front --draw docs/results/2026-11-27-front.json --plot docs/images/front.png
 
 One GPT in bfloat16 is trained in each way by `benchmarks.gpu.measure`, in one process and with one seed: losses have to be
 equal to the bit. A point is the activation peak (highest allocation beyond parameters and gradients) and the median step time,
@@ -105,6 +105,8 @@ def measure(arguments: Any, geometry: Geometry, directory: str) -> dict[str, Any
         else:
             if measured is None:
                 failed[way] = "it does not fit"
+                if way == "keep":
+                    raise SystemExit("keeping everything does not fit: a smaller --microbatch or --layers")
             else:
                 found[way] = dataclasses.asdict(measured)
                 print(
@@ -192,6 +194,8 @@ def main() -> int:
     arguments.add_argument("--draw", type=Path, help="measure nothing: draw what a run has printed")
     arguments.add_argument("--plot", type=Path, help="draw into this file")
     chosen = arguments.parse_args()
+    if chosen.draw is not None and chosen.plot is None:
+        arguments.error("--draw needs --plot")
     if chosen.draw is not None:
         draw(json.loads(chosen.draw.read_text()), chosen.plot)
         return 0

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.comm import comm as communication
 from deepspeed.comm.torch import TorchBackend
@@ -24,6 +25,7 @@ from deepspeed.runtime.zero import parameter_offload
 from deepspeed.runtime.zero.config import get_zero_config
 from deepspeed.utils.z3_leaf_module import z3_leaf_module
 
+from ssdtrain import ranks
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names, warn_if_untested
 
 TESTED_DEEPSPEED = ("0.16.9", "0.17.6", "0.18.9", "0.19.8")
@@ -153,10 +155,20 @@ def is_partitioned(model: torch.nn.Module) -> bool:
 
 
 def device_memory() -> int | None:
-    """Bytes of memory of the GPU that an engine is being made for; None: it is made for a CPU."""
+    """Bytes of the smallest memory of the GPUs that an engine is being made for; None: it is made for CPUs. All ranks call it,
+    and get the same, since what follows from it decides what they gather."""
     if get_accelerator().device_name() != "cuda":
         return None
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
+    # The engine, which makes its device the current one, comes later.
+    index = (
+        ranks.local_rank() if ranks.local_rank() < torch.cuda.device_count() else torch.cuda.current_device()
+    )
+    memory = torch.cuda.get_device_properties(index).total_memory
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return int(memory)
+    smallest = torch.tensor([memory], dtype=torch.int64, device=torch.device("cuda", index))
+    dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
+    return int(smallest.item())
 
 
 def existing_engines() -> list[Any]:

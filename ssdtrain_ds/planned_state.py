@@ -29,7 +29,7 @@ def zero_options(state: PlannedState, directory: str | None = None) -> dict[str,
     """
     stage = 3 if state.away else max(state.zero, 1 if state.optimizer_away else 0)
     options: dict[str, Any] = {"stage": stage}
-    optimizer: dict[str, Any] = {"device": _DEVICES.get(state.place)}
+    optimizer: dict[str, Any] = {"device": _DEVICES.get(state.place, "cpu")}
     if state.place == "ssd":
         optimizer["nvme_path"] = directory
     if state.optimizer_away:

@@ -79,9 +79,12 @@ def _within_limit(
 ) -> PlannedState | None:
     """The plan for `plan.state_limit`; None: model state stays as it is configured."""
     section = written.get(ZERO_SECTION) or {}
-    memory = _compat.device_memory()
-    if plan.state_limit is None and (memory is None or section.get("stage") != 3 or _is_offloaded(section)):
-        return None
+    memory = None
+    if plan.state_limit is None:
+        asked = section.get("stage") == 3 and not _is_offloaded(section)
+        memory = _compat.device_memory() if asked else None
+        if memory is None:
+            return None
     try:
         blocks = list(find_blocks(model, plan.blocks).values())
     except ValueError as error:
@@ -94,7 +97,9 @@ def _within_limit(
     trained = sum(number for parameter, number in elements.items() if parameter.requires_grad)
     each = [sum(elements[parameter] for parameter in block.parameters()) for block in blocks]
     others = trained * (itemsize + (4 if itemsize == 2 else 0) + _optimizer_bytes(optimizer, written))
-    total, shards = sum(elements.values()) * itemsize + others, int(config_class.world_size)
+    total = sum(elements.values()) * itemsize + others
+    # Ranks that have parts of a sequence share weights too.
+    shards = int(config_class.world_size) * int(written.get("sequence_parallel_size") or 1)
     if plan.state_limit is None and memory is not None and total // shards <= memory:
         return None
     # 2. Where it goes.
@@ -116,12 +121,19 @@ def _within_limit(
     except InvalidValue as error:
         raise ConfigError([_issue(plan, error.why, error.allowed)]) from None
     if not state.optimizer_away:
+        return state if plan.state_limit is not None else None
+    if isinstance(optimizer, torch.optim.Optimizer) and not _steps_on_cpus(optimizer, written):
+        why = f"has the optimizer step on CPUs, and deepspeed.initialize was given {type(optimizer).__name__}"
+        issue = _issue(plan, why, 'DeepSpeedCPUAdam, or "zero_force_ds_cpu_optimizer": false in the config')
+        if plan.state_limit is not None:
+            raise ConfigError([issue])
+        logger.warning("model state does not fit on the GPU, and stays as it is configured: %s", issue)
         return None
     # 3. Whether the node has room for it.
     weights = state.away * state.blocks * state.block_parameters * itemsize
     away = int(others + weights) // shards
     try:
-        check_host_budget(away, ranks.local_world_size())
+        check_host_budget(away, ranks.local_world_size(), subject="what leaves the device")
     except HostBudgetExceeded as error:
         why = f"leaves {format_size(away)} of model state of each rank to host memory, where there is less: {error}"
         allowed = "more ranks, or drives: ssdtrain plan --state ssd --apply"
@@ -146,7 +158,14 @@ def _issue(plan: PlanConfig, why: str, allowed: str) -> ConfigIssue:
 def _is_offloaded(section: Mapping[str, Any]) -> bool:
     """True where the config itself says where model state is."""
     inner = (section.get(name) for name in ("offload_param", "offload_optimizer"))
-    return any(isinstance(one, Mapping) and one.get("device", "cpu") != "none" for one in inner)
+    return any(isinstance(one, Mapping) for one in inner)
+
+
+def _steps_on_cpus(optimizer: torch.optim.Optimizer, written: Mapping[str, Any]) -> bool:
+    """Return whether DeepSpeed takes the optimizer for parameters in host memory."""
+    return (
+        type(optimizer).__name__ == "DeepSpeedCPUAdam" or written.get("zero_force_ds_cpu_optimizer") is False
+    )
 
 
 def _is_enabled(written: Mapping[str, Any], name: str) -> bool:

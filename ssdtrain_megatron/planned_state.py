@@ -21,8 +21,9 @@ def state_flags(state: PlannedState) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if state.zero:
         found["--use-distributed-optimizer"] = True
-    if state.zero >= 3:
-        found |= {"--use-megatron-fsdp": True, "--data-parallel-sharding-strategy": "optim_grads_params"}
+    if state.zero >= 2:
+        sharded = "optim_grads" if state.zero == 2 else "optim_grads_params"
+        found |= {"--use-megatron-fsdp": True, "--data-parallel-sharding-strategy": sharded}
     if state.optimizer_away:
         found["--use-precision-aware-optimizer"] = True
         found["--optimizer-cpu-offload"] = True

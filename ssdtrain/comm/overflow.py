@@ -34,6 +34,7 @@ from bisect import bisect_right, insort
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -150,6 +151,7 @@ class Overflows:
         self._numbers: Counter[Kind] = Counter()
         self._under_way: defaultdict[Kind, deque[Any]] = defaultdict(deque)
         self._overflowed: defaultdict[PayloadPath, list[int]] = defaultdict(list)
+        self._settled: dict[PayloadPath, RestState] = {}  # from calls before those in `_overflowed`
 
     def number(self, kind: Kind) -> int:
         """Count a call that is about to begin; returns its number among those of its kind."""
@@ -173,10 +175,9 @@ class Overflows:
     def rests(self, path: PayloadPath, number: int) -> bool:
         """Return whether a message goes uncompressed. See Note: [Rest after an overflow]."""
         overflowed = self._overflowed.get(path, ())
-        known = bisect_right(overflowed, number - LAG)
-        if known == 0:
-            return False
-        return number - LAG - overflowed[known - 1] < _rest(overflowed[:known])
+        known = overflowed[: bisect_right(overflowed, number - LAG)]
+        rest = reduce(_followed, known, self._settled.get(path))
+        return rest is not None and number - LAG - rest.last < 4**rest.times
 
     def owe(self, payloads: Sequence[SentPayload], metrics: CommMetrics) -> None:
         """Send the elements of sections of `payloads` that did not fit: now, or on a device when the host reads flags.
@@ -245,20 +246,33 @@ class Overflows:
         known, number = self._overflowed[payload.name.path], payload.name.number
         if number not in known:  # a call may have several payloads
             insort(known, number)
-            del known[: -(MOST_RESTS + 2) * LAG]
+            # No call so old is under way on any rank, so that all ranks settle the same.
+            while known[0] <= number - 2 * LAG:
+                self._settled[payload.name.path] = _followed(
+                    self._settled.get(payload.name.path), known.pop(0)
+                )
 
 
-def _rest(overflowed: Sequence[int]) -> int:
-    """Return how many messages rest after calls of these numbers did not fit. See Note: [Rest after an overflow]."""
-    first = last = overflowed[0]
-    rests = 1
-    for number in overflowed[1:]:
-        if number >= first + LAG:  # it was tried although the first one was known
-            again = number <= last + LAG + 4**rests
-            rests = min(rests + 1, MOST_RESTS) if again else 1
-            first = number
-        last = number
-    return int(4**rests)
+class RestState(NamedTuple):
+    """The latest failure of messages between the same ranks, as overflows of calls tell it, in their order."""
+
+    first: int
+    """Number of the first call of the failure."""
+    last: int
+    """Number of its last call."""
+    times: int
+    """Number of rests in a row, this one counted: it has 4 to the power of it calls."""
+
+
+def _followed(rest: RestState | None, number: int) -> RestState:
+    """Return what `rest` is after the call `number` did not fit either. See Note: [Rest after an overflow]."""
+    if rest is None:
+        return RestState(number, number, 1)
+    if number < rest.first + LAG:
+        return rest._replace(last=number)
+    # It was tried although the failure was known.
+    again = number <= rest.last + LAG + 4**rest.times
+    return RestState(number, number, min(rest.times + 1, MOST_RESTS) if again else 1)
 
 
 def _count(section: slice) -> int:

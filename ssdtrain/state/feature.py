@@ -90,7 +90,7 @@ class ModelState(Feature):
         self._hooks: BlockHooks | None = None
         self._state_dicts: StateDicts | None = None
         self._chunked: ChunkedOptimizer | None = None
-        check_host_budget(config.host, place.local_world_size)
+        check_host_budget(config.host, place.local_world_size, subject="ssdtrain.state.host")
         self._make_store = partial(
             SpillStore,
             directories,
@@ -235,7 +235,9 @@ class ModelState(Feature):
         if self._in_place:
             return InPlace(store, verify=verify)
         nbytes = max(2 * largest, 1)
-        check_host_budget(nbytes, self._place.local_world_size)
+        check_host_budget(
+            nbytes, self._place.local_world_size, subject="the two largest chunks of ssdtrain.state"
+        )
         self._arena = Arena(nbytes, register=self._layer.host_register(), node=self._layer.numa_node())
         self._staged = Staged(store, self._layer, self._arena, verify=verify)
         return self._staged

@@ -38,6 +38,7 @@ def check_host_budget(
     per_rank_bytes: int,
     local_world_size: int,
     *,
+    subject: str = "ssdtrain.offload.host and buffer",
     locked: bool = False,
     proc: Path = Path("/proc"),
     sysfs: Path = Path("/sys"),
@@ -47,6 +48,7 @@ def check_host_budget(
     Args:
         per_rank_bytes: host memory of one rank.
         local_world_size: ranks on this node.
+        subject: what asks for it, for the error.
         locked: whether the memory counts against RLIMIT_MEMLOCK (mlock, RDMA registration). cudaHostRegister does not.
         proc, sysfs: mount points of procfs and sysfs.
 
@@ -63,10 +65,10 @@ def check_host_budget(
     for name, needed, limit in limits:
         if limit is not None and needed > limit:
             raise HostBudgetExceeded(
-                f"ssdtrain.offload.host and buffer ask for {local_world_size} x {size_text(per_rank_bytes)} of host memory = "
+                f"{subject} ask for {local_world_size} x {size_text(per_rank_bytes)} of host memory = "
                 f"{size_text(required)} on this node, and {name} allows {size_text(limit)} (MemAvailable "
-                f"{_text(budget.available)}, cgroup {_text(budget.cgroup)}, memlock {_text(memlock)}): lower offload.host or "
-                "offload.buffer, run fewer ranks per node, or raise that limit"
+                f"{_text(budget.available)}, cgroup {_text(budget.cgroup)}, memlock {_text(memlock)}): lower {subject}, run "
+                "fewer ranks per node, or raise that limit"
             )
     return budget
 

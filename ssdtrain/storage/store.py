@@ -161,8 +161,11 @@ class SpillStore:
             slot: Slot | None
             if self._host is None:
                 slot = self._reserve_drives(nbytes)
-            elif tier is None and not spare and (address := self._host.take(nbytes)) is not None:
-                slot = Slot(nbytes, (len(self._slabs), address, nbytes), address, pinned=self._pinned)
+            elif tier is None and not spare:  # most slots by far
+                if (address := self._host.take(nbytes)) is None:
+                    slot = self._reserve_drives(nbytes)
+                else:
+                    slot = Slot(nbytes, (len(self._slabs), address, nbytes), address, pinned=self._pinned)
             elif tier == "ssd":
                 slot = self._reserve_drives(nbytes) or self._reserve_host(nbytes + spare)
             else:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable
+from itertools import pairwise
 
 import pytest
 import torch
@@ -88,7 +90,7 @@ def rested(calls: int, fits: Callable[[int], bool], under_way: int = 1) -> list[
     path = overflow.PayloadPath(("kind",), 0, None)
     seen = overflow.Overflows.__new__(overflow.Overflows)  # without ranks
     found: list[int] = []
-    seen._overflowed = defaultdict(list)
+    seen._overflowed, seen._settled = defaultdict(list), {}
     pending: list[int] = []
     flag = torch.ones(1, dtype=torch.uint8)
     for number in range(calls):
@@ -111,7 +113,16 @@ def test_overflows_under_way_together_are_one_failure(under_way: int) -> None:
     alone = rested(50 * 64, lambda number: number % 64 != 0, under_way)
     assert len(alone) == 50 * 4
     never = rested(100_000, lambda number: False, under_way)
-    assert len(never) > 99_000
+    tried = sorted(set(range(100_000)) - set(never))
+    assert [later - call for call, later in pairwise(tried) if later - call > lag][-9:] == [4096 + lag] * 9
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_ranks_that_learn_of_overflows_sooner_or_later_rest_alike(seed: int) -> None:
+    """A sender at once, a receiver when as many calls are under way as may be; what decides is long ago for both."""
+    draw = random.Random(seed)
+    fits = [draw.random() > 0.7 for _ in range(100_000)]
+    assert rested(len(fits), fits.__getitem__, 1) == rested(len(fits), fits.__getitem__, overflow.LAG)
 
 
 @pytest.mark.parametrize(

@@ -235,8 +235,18 @@ def test_a_gpu_whose_memory_state_exceeds_has_half_of_it_unless_the_config_says_
     planned = section(total // 2)
     by_limit = replace(STATE, zero=3, outer_parameters=outer).within(total // 4, 4, total * 3 // 4)
     assert planned == zero_options(by_limit) and planned["offload_optimizer"] == {"device": "cpu"}
-    given = {"offload_optimizer": {"device": "cpu"}}
-    assert section(total // 2, **given) == {"stage": 3, **given}
+    weights_fit = section(int(0.9 * total))
+    assert weights_fit["offload_optimizer"] == {"device": "cpu"} and "offload_param" not in weights_fit
+    for place in ("cpu", "none"):
+        given = {"offload_optimizer": {"device": place}}
+        assert section(total // 2, **given) == {"stage": 3, **given}
+
+
+def test_an_optimizer_that_cannot_step_on_cpus_is_said(make_engine: MakeEngine) -> None:
+    with pytest.raises(
+        ConfigError, match=r"ssdtrain\.plan\.state_limit: .* was given AdamW.*DeepSpeedCPUAdam"
+    ):
+        make_engine({"plan": {"state_limit": "800000B"}}, model=deep(), zero_optimization={"stage": 3})
 
 
 def test_a_limit_for_an_engine_that_cannot_keep_it_is_an_error(make_engine: MakeEngine) -> None:

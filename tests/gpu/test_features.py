@@ -71,6 +71,13 @@ def trained(
             optimizer.zero_grad()
             losses.append(loss.detach().cpu())
     if runtime is not None:
+        found = runtime.statistics()
+        if config.get("offload", {}).get("amount") == "all":
+            assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes > 0
+        if "codec" in config.get("offload", {}):
+            assert found.offload.encoded_bytes + found.offload.avoided_write_bytes > 0
+        if "state" in config:
+            assert found.values()["state/resident_peak_bytes"] > 0
         runtime.close()
     return losses + [value.detach().cpu() for value in nn.Module.state_dict(model).values()]
 

@@ -39,7 +39,11 @@ def test_ranks_count_together(machine: tuple[Path, Path]) -> None:
         check_host_budget(9 * GiB, 8, proc=proc, sysfs=sysfs)
     text = str(raised.value)
     assert "8 x 9.00 GiB" in text and "72.0 GiB" in text and "64.0 GiB" in text
-    assert "lower offload.host or offload.buffer" in text
+    assert "lower ssdtrain.offload.host and buffer" in text
+    with pytest.raises(
+        HostBudgetExceeded, match=r"^ssdtrain\.state\.host ask for .* lower ssdtrain\.state\.host"
+    ):
+        check_host_budget(9 * GiB, 8, subject="ssdtrain.state.host", proc=proc, sysfs=sysfs)
 
 
 def test_a_version_2_cgroup_limits_and_its_file_cache_counts_as_free(machine: tuple[Path, Path]) -> None:

@@ -169,6 +169,7 @@ class Mover:
             and not self.departures.admits_payload(region)
         ):
             region.transfer.codec = None
+            self.metrics.uncoded_bytes += region.nbytes
             return
         began = time.perf_counter()
         encoded = self.transfer.encode(region)

@@ -67,7 +67,8 @@ def _is_conclusive(one: Fingerprint, on_gpu: bool) -> bool:
         return False
     if not on_gpu or dtype.is_floating_point or dtype.is_complex:
         return True
-    return dtype is torch.bool or math.prod(sizes) > 2
+    most = 2 if one.digest is None or one.digest.device.type != "cpu" else int(tuple(sizes) == ())
+    return dtype is torch.bool or math.prod(sizes) > most
 
 
 def _text(one: Fingerprint) -> str:

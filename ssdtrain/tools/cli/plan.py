@@ -48,9 +48,16 @@ def run(arguments: list[str]) -> int:
             job, prices, layout = job_of(chosen), prices_of(chosen), None
             if chosen.gpus is not None:
                 note("layouts")
-                layout = choose_layout(
-                    job, chosen.gpus, tp=chosen.tp, pp=chosen.pp, dp=chosen.dp, zero=chosen.zero
-                )
+                one = 1 if chosen.apply else None  # of a DeepSpeed config data parallelism alone can be said
+                tp, pp = chosen.tp or one, chosen.pp or one
+                fixed = {
+                    "tp": tp,
+                    "pp": pp,
+                    "dp": chosen.dp,
+                    "zero": chosen.zero,
+                    "microbatch": chosen.microbatch,
+                }
+                layout = choose_layout(job, chosen.gpus, **fixed)
                 job = layout.job
             goal = goal_of(chosen, job, prices)
             if chosen.microbatch:
@@ -300,7 +307,7 @@ def job_of(chosen: Any) -> ClusterJob:
     layout = ParallelLayout(
         chosen.tp or 1,
         chosen.pp or 1,
-        chosen.dp or 1,
+        chosen.dp or (chosen.expert_parallel if chosen.gpus else 1),
         chosen.virtual,
         chosen.sequence_parallel,
         chosen.zero or 0,

@@ -6,8 +6,9 @@ recompute, offload) at a few microbatch sizes; the fastest few are planned. Tens
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import NoPlan
@@ -66,18 +67,20 @@ def choose_layout(
     pp: int | None = None,
     dp: int | None = None,
     zero: int | None = None,
+    microbatch: int | None = None,
 ) -> LayoutChoice:
     """Choose the layout with the most tokens per second on so many GPUs.
 
     Args:
         job: whose layout says what is not asked for: virtual stages and expert parallelism.
-        tp, pp, dp, zero: that are given.
+        tp, pp, dp, zero, microbatch: that are given.
 
     Raises:
         InvalidValue: the model cannot be spread over so many GPUs, or no layout has room for its state.
         NoPlan: no layout has room for activations.
     """
-    jobs = list(_jobs(job, gpus, tp, pp, dp, zero))
+    sizes = _sizes if microbatch is None else partial(_size_given, microbatch)
+    jobs = [one for one in _jobs(job, gpus, tp, pp, dp, zero) if sizes(one)]
     if not jobs:
         raise InvalidValue(
             f"cannot be spread over {gpus} GPUs: heads, blocks or the batch cannot be divided so",
@@ -87,7 +90,7 @@ def choose_layout(
     alike: list[tuple[float, int, ClusterJob]] = []
     failed: NoPlan | InvalidValue | None = None
     for number, one in enumerate(jobs):
-        rate, error = _alike(one)
+        rate, error = _alike(one, sizes(one))
         if rate:
             alike.append((-rate, number, one))
         failed = failed or error
@@ -96,7 +99,7 @@ def choose_layout(
     rates: list[tuple[float, int, ClusterJob]] = []
     for number, one in enumerate(few):
         try:
-            rates.append((-_planned(one), number, one))
+            rates.append((-_planned(one, sizes(one)), number, one))
         except (NoPlan, InvalidValue) as error:
             failed = failed or error
     if not rates:
@@ -152,10 +155,14 @@ def _sizes(job: ClusterJob) -> list[int]:
     ]
 
 
-def _alike(job: ClusterJob) -> tuple[float, NoPlan | InvalidValue | None]:
+def _size_given(microbatch: int, job: ClusterJob) -> list[int]:
+    return [microbatch] if job.microbatches(microbatch) else []
+
+
+def _alike(job: ClusterJob, sizes: Sequence[int]) -> tuple[float, NoPlan | InvalidValue | None]:
     """The most tokens per second with all blocks alike; 0 and an error: nothing fits."""
     best, failed = 0.0, None
-    for size in _sizes(job):
+    for size in sizes:
         fits = False
         for action in ("keep", *["recompute"] * job.recompute, *["ssd"] * (job.ssds is not None)):
             try:
@@ -168,10 +175,10 @@ def _alike(job: ClusterJob) -> tuple[float, NoPlan | InvalidValue | None]:
     return best, failed
 
 
-def _planned(job: ClusterJob) -> float:
+def _planned(job: ClusterJob, sizes: Sequence[int]) -> float:
     """The most tokens per second of brief searches. Raises NoPlan or InvalidValue: not one sequence fits."""
     found: list[ClusterPlan] = []
-    for size in _sizes(job):
+    for size in sizes:
         try:
             found.append(plan_job(job, size, effort=BRIEF))
         except NoPlan:
