@@ -55,7 +55,7 @@ def run(arguments: list[str]) -> int:
                     "pp": pp,
                     "dp": chosen.dp,
                     "zero": chosen.zero,
-                    "microbatch": chosen.microbatch,
+                    "microbatch": chosen.microbatch or None,
                 }
                 layout = choose_layout(job, chosen.gpus, **fixed)
                 job = layout.job

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -72,3 +73,25 @@ def test_the_command_says_the_layout_and_the_next_best_in_one_line(
     layout = ParallelLayout(**answer["layout"])
     assert layout.tp == 2 and layout.ranks == answer["gpus"] == 8
     assert answer["chosen_layout"].startswith(layout_text(layout))
+
+
+@pytest.mark.parametrize(
+    ("given", "dp"),
+    [
+        ("--batch 8 --microbatch 4", {1, 2}),
+        ("--experts 8 --expert-parallel 8", {8}),
+        ("--apply ds.json", {8}),
+    ],
+)
+def test_a_layout_keeps_to_what_is_given_beside_the_gpus(
+    given: str,
+    dp: set[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A microbatch, expert ranks, and a DeepSpeed config, which has data parallelism alone."""
+    monkeypatch.chdir(tmp_path)
+    question = f"plan --model mixtral --hidden 512 --layers 4 --seq 256 --gpu h100 --gpus 8 --no-alternatives {given} --json"
+    assert main(question.split()) == 0
+    assert json.loads(capsys.readouterr().out)["layout"]["dp"] in dp
