@@ -107,7 +107,7 @@ def test_what_is_compared_to_the_bit_is_computed_by_deterministic_algorithms_onl
         assert os.environ[CUBLAS] == ":4096:8"
     finally:
         torch.set_deterministic_debug_mode(before)
-    for file in (ROOT / "benchmarks/gpu/__main__.py", ROOT / "tests/gpu/test_training.py"):
+    for file in (ROOT / "benchmarks/gpu/__main__.py", ROOT / "tests/gpu/conftest.py"):
         assert "be_deterministic()" in file.read_text() and "warn_only" not in file.read_text()
 
 
