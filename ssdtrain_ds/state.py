@@ -50,11 +50,33 @@ def place_state(
 
     Raises:
         ConfigError: the config says otherwise, the model has been partitioned already as something else says, or there is no
-            room for model state.
+            room for model state. Where nobody has asked for a place (`"plan": "auto"` alone) that is a warning, and model state
+            stays as it is configured; all ranks come to the same.
+        HostBudgetExceeded: this node has no room for it.
     """
     plan = config.plan
     if plan is None:
         return written
+    try:
+        section = _planned(plan, config_class, written, model, optimizer)
+    except ConfigError as error:
+        if plan.file is not None or plan.state_limit is not None:
+            raise
+        logger.warning(
+            "ssdtrain.plan: by the model's shapes its state does not fit on the GPU, and it stays as it is configured: %s",
+            error,
+        )
+        return written
+    if section is None:
+        return written
+    _compat.set_zero_section(config_class, section)
+    return {**written, ZERO_SECTION: section}
+
+
+def _planned(
+    plan: PlanConfig, config_class: Any, written: dict[str, Any], model: torch.nn.Module, optimizer: Any
+) -> dict[str, Any] | None:
+    """Return the section `zero_optimization` of a plan; None: it stays as it is."""
     if plan.file is not None:
         key, value = f"{BLOCK_KEY}.plan.file", plan.file
         state: PlannedState | None = PlannedState.read(plan.file, key)
@@ -62,7 +84,7 @@ def place_state(
         key, value = _KEY, "default" if plan.state_limit is None else format_size(plan.state_limit)
         state = _within_limit(plan, config_class, written, model, optimizer)
     if state is None:
-        return written
+        return None
     section = planned_section(state, written, value, key)
     if section != written.get(ZERO_SECTION) and _compat.is_partitioned(model):
         why = "comes too late for a model that deepspeed.zero.Init has partitioned as its own config says"
@@ -70,8 +92,7 @@ def place_state(
             f'that config with "{ZERO_SECTION}": {json.dumps(section)}, as ssdtrain plan --apply writes it'
         )
         raise ConfigError([ConfigIssue(key, value, why, allowed)])
-    _compat.set_zero_section(config_class, section)
-    return {**written, ZERO_SECTION: section}
+    return section
 
 
 def _within_limit(
@@ -124,20 +145,15 @@ def _within_limit(
         return state if plan.state_limit is not None else None
     if isinstance(optimizer, torch.optim.Optimizer) and not _steps_on_cpus(optimizer, written):
         why = f"has the optimizer step on CPUs, and deepspeed.initialize was given {type(optimizer).__name__}"
-        issue = _issue(plan, why, 'DeepSpeedCPUAdam, or "zero_force_ds_cpu_optimizer": false in the config')
-        if plan.state_limit is not None:
-            raise ConfigError([issue])
-        logger.warning("model state does not fit on the GPU, and stays as it is configured: %s", issue)
-        return None
+        allowed = 'DeepSpeedCPUAdam, or "zero_force_ds_cpu_optimizer": false in the config'
+        raise ConfigError([_issue(plan, why, allowed)])
     # 3. Whether the node has room for it.
     weights = state.away * state.blocks * state.block_parameters * itemsize
     away = int(others + weights) // shards
     try:
-        check_host_budget(away, ranks.local_world_size(), subject="what leaves the device")
+        check_host_budget(away, ranks.local_world_size(), subject="ssdtrain.plan: model state off the device")
     except HostBudgetExceeded as error:
-        why = f"leaves {format_size(away)} of model state of each rank to host memory, where there is less: {error}"
-        allowed = "more ranks, or drives: ssdtrain plan --state ssd --apply"
-        raise ConfigError([_issue(plan, why, allowed)]) from error
+        raise HostBudgetExceeded(f"{error}; or use drives: ssdtrain plan --state ssd --apply") from error
     logger.info(
         "ssdtrain.plan: of %s of model state for each rank %s are in host memory, where CPUs step it; weights of %d of %d blocks "
         "stay on the device, within %s",

@@ -27,6 +27,7 @@ from ssdtrain_megatron.conflicts import check_conflicts
 from ssdtrain_megatron.installation import installation
 from ssdtrain_megatron.module_names import with_plain_patterns
 from ssdtrain_megatron.plan import plan_blocks
+from ssdtrain_megatron.planned_state import refuse_state_limit
 from ssdtrain_megatron.recompute import has_grad_mode_side_effects
 from ssdtrain_megatron.schedule import BypassedSchedules, Schedule
 
@@ -206,6 +207,8 @@ def attach(
     chunks = [model_chunks] if isinstance(model_chunks, nn.Module) else list(model_chunks)
     read = with_plain_patterns(load_config(dict(config) if isinstance(config, Mapping) else config))
     if read.active:
+        if read.plan is not None:
+            refuse_state_limit(read.plan.state_limit)
         _compat.check()
         _check_chunks(chunks)
         if read.compresses:

@@ -9,6 +9,7 @@ import torch
 from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
 from ssdtrain.config.flags import add_flags, check_unknown_flags, config_from_namespace, from_namespace
 from ssdtrain.integration.patching import Patches
+from ssdtrain_megatron.planned_state import refuse_state_limit
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -105,11 +106,8 @@ def _config_of(args: argparse.Namespace) -> Config | None:
         raise ConfigError(
             [ConfigIssue("ssdtrain.plan.compress (--ssdtrain-plan-compress)", True, why, allowed)]
         )
-    if isinstance(plan, dict) and plan.get("state_limit") is not None:
-        why = "is for DeepSpeed's ZeRO-3, and Megatron has built its optimizer from its own flags"
-        allowed = "the flags that ssdtrain plan --print-flags prints, without this one"
-        key = "ssdtrain.plan.state_limit (--ssdtrain-plan-state-limit)"
-        raise ConfigError([ConfigIssue(key, plan["state_limit"], why, allowed)])
+    if isinstance(plan, dict):
+        refuse_state_limit(plan.get("state_limit"))
     config = config_from_namespace(args)
     comm = config.comm if config is not None and config.enabled else None
     if comm is not None and comm.model_fields_set.isdisjoint(("preset", *DIMENSIONS)):

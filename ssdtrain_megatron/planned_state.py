@@ -8,7 +8,7 @@ from typing import Any
 from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.planner.planned_state import PlannedState
 
-__all__ = ["check_flags", "state_flags"]
+__all__ = ["check_flags", "refuse_state_limit", "state_flags"]
 
 _KEY = "ssdtrain.plan.file (--ssdtrain-plan-file)"
 
@@ -29,6 +29,16 @@ def state_flags(state: PlannedState) -> dict[str, Any]:
         found["--optimizer-cpu-offload"] = True
         found["--optimizer-offload-fraction"] = round(state.optimizer_away, 3)
     return found
+
+
+def refuse_state_limit(limit: object) -> None:
+    """Raise ConfigError if `plan.state_limit` is set: nothing here is configured from it."""
+    if limit is None:
+        return
+    why = "is for DeepSpeed's ZeRO-3, and Megatron has built its optimizer from its own flags"
+    allowed = "the flags that ssdtrain plan --print-flags prints, without this one"
+    key = "ssdtrain.plan.state_limit (--ssdtrain-plan-state-limit)"
+    raise ConfigError([ConfigIssue(key, limit, why, allowed)])
 
 
 def check_flags(file: str, args: Mapping[str, Any]) -> None:

@@ -19,8 +19,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-import ssdtrain
-from tests.integration.test_host_copies import Net, inside_of, plain, wrapped
+from tests.integration.test_host_copies import inside_of, plain, trained, wrapped
 
 pytestmark = pytest.mark.gpu
 
@@ -39,36 +38,11 @@ WAYS: dict[str, tuple[Callable[[nn.Module, torch.Tensor], torch.Tensor], Callabl
 }
 
 
-def trained(
-    call: Callable[..., torch.Tensor], around: Callable[[], Any], directory: Path | None
-) -> tuple[list[torch.Tensor], float]:
-    """Train four steps on the device. Returns the weights, and bytes that left it."""
-    torch.manual_seed(0)
-    net, x, moved = Net(call).cuda(), torch.randn(64, 32).cuda(), 0.0
-    optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    runtime = None
-    if directory is not None:
-        section = {"directories": str(directory), "amount": "all", "min_bytes": 1}
-        runtime = ssdtrain.attach(net, {"offload": section})
-    for _ in range(4):
-        optimizer.zero_grad()
-        with around():
-            loss = net(x).square().mean()
-        loss.backward()
-        optimizer.step()
-    if runtime is not None:
-        statistics = runtime.statistics()
-        assert statistics is not None
-        moved = statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes
-        runtime.close()
-    return [parameter.detach().cpu() for parameter in net.parameters()], moved
-
-
 @pytest.mark.parametrize("way", WAYS)
 def test_goes_to_the_tiers(way: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ssdtrain")
     call, around, name = WAYS[way]
-    expected, _ = trained(plain, nullcontext, None)
-    weights, moved = trained(call, around, tmp_path)
+    expected, _ = trained(plain, None, device="cuda")
+    weights, moved = trained(call, tmp_path, around, "cuda")
     assert all(map(torch.equal, weights, expected)) and moved > 0
     assert [text for text in caplog.messages if "would copy to host memory" in text and name in text]

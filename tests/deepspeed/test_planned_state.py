@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from ssdtrain.config import ConfigError
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.planned_state import PlannedState
+from ssdtrain.storage import HostBudgetExceeded, check_host_budget
 from ssdtrain.tools.cli.main import main
 from ssdtrain_ds import _compat
 from ssdtrain_ds.planned_state import zero_options
@@ -222,7 +224,7 @@ def test_state_takes_the_device_then_the_cpus_for_the_optimizer_then_host_memory
 
 
 def test_a_gpu_whose_memory_state_exceeds_has_half_of_it_unless_the_config_says_where_state_is(
-    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def section(memory: int | None, **more: Any) -> dict[str, Any]:
         monkeypatch.setattr(_compat, "device_memory", lambda: memory)
@@ -237,12 +239,26 @@ def test_a_gpu_whose_memory_state_exceeds_has_half_of_it_unless_the_config_says_
     assert planned == zero_options(by_limit) and planned["offload_optimizer"] == {"device": "cpu"}
     weights_fit = section(int(0.9 * total))
     assert weights_fit["offload_optimizer"] == {"device": "cpu"} and "offload_param" not in weights_fit
+    with monkeypatch.context() as full:
+        full.setattr("ssdtrain_ds.state.check_host_budget", partial(check_host_budget, proc=tmp_path))
+        (tmp_path / "meminfo").write_text("MemAvailable: 1 kB\n")
+        with pytest.raises(
+            HostBudgetExceeded, match=r"^ssdtrain\.plan: .*; or use drives: ssdtrain plan --state ssd"
+        ):
+            section(total // 2)
     for place in ("cpu", "none"):
         given = {"offload_optimizer": {"device": place}}
         assert section(total // 2, **given) == {"stage": 3, **given}
 
 
-def test_an_optimizer_that_cannot_step_on_cpus_is_said(make_engine: MakeEngine) -> None:
+def test_an_optimizer_that_cannot_step_on_cpus_is_said(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error where a limit is given; else all stays as it is configured."""
+    monkeypatch.setattr(_compat, "device_memory", lambda: 1_000_000)
+    engine = make_engine({"plan": "auto"}, model=deep(), zero_optimization={"stage": 3})
+    assert engine._config._param_dict["zero_optimization"] == {"stage": 3}
+    assert "it stays as it is configured" in caplog.text and "was given AdamW" in caplog.text
     with pytest.raises(
         ConfigError, match=r"ssdtrain\.plan\.state_limit: .* was given AdamW.*DeepSpeedCPUAdam"
     ):

@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ssdtrain
 from benchmarks.gpu.models import Model
+from ssdtrain.planner.controller import PlanController
 from tests.gpu.test_training import SMALL, TINY, of_hardware
 
 pytestmark = pytest.mark.gpu
@@ -29,9 +30,9 @@ SECTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"state": STATE | {"optimizer": "cpu", "clip": "none"}},
         {"state": STATE | {"optimizer": "cpu", "clip": "none"}, "offload": AWAY},
     ),
-    "plan": ({}, {"plan": {"max_slowdown": 1.0}}),
+    "plan": ({}, {"plan": {"max_slowdown": 10.0}}),
     "plan, offload": ({}, {"plan": {"max_slowdown": 1.0}, "offload": {"host": "1GiB", "min_bytes": 256}}),
-    "plan, encode": ({}, {"plan": {"max_slowdown": 1.0, "encode": "exact", "recompute": "off"}}),
+    "plan, encode": ({}, {"plan": {"max_slowdown": 10.0, "encode": "exact", "recompute": "off"}}),
     "exact": ({}, {"offload": AWAY | {"codec": "exact"}}),
     "compact": ({"compact": {"ratio": 0.25}}, {"compact": {"ratio": 0.25}, "offload": AWAY}),
     "compact, quantized": (
@@ -76,6 +77,11 @@ def trained(
             assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes > 0
         if "codec" in config.get("offload", {}):
             assert found.offload.encoded_bytes + found.offload.avoided_write_bytes > 0
+        if config.get("plan", {}) == {"max_slowdown": 10.0}:
+            plan = next(one.plan for one in runtime.features if isinstance(one, PlanController))
+            assert plan is not None and plan.count("recompute")
+        if "encode" in config.get("plan", ()):
+            assert found.offload.kept_encoded_bytes > 0
         if "state" in config:
             assert found.values()["state/resident_peak_bytes"] > 0
         runtime.close()

@@ -97,11 +97,14 @@ def plain(block: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 def trained(
-    call: Callable[..., torch.Tensor], directory: Path | None, around: Callable[[], Any] = nullcontext
+    call: Callable[..., torch.Tensor],
+    directory: Path | None,
+    around: Callable[[], Any] = nullcontext,
+    device: str = "cpu",
 ) -> tuple[Sequence[torch.Tensor], float]:
     """Train four steps. Returns the weights, and the bytes written to the drive, or not because backward came first."""
     torch.manual_seed(0)
-    net, x, written = Net(call), torch.randn(16, 32), 0.0
+    net, x, written = Net(call).to(device), torch.randn(16, 32).to(device), 0.0
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
     runtime = None
     if directory is not None:
@@ -117,7 +120,7 @@ def trained(
         assert statistics is not None
         written = statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes
         runtime.close()
-    return [parameter.detach() for parameter in net.parameters()], written
+    return [parameter.detach().cpu() for parameter in net.parameters()], written
 
 
 WAYS = {

@@ -17,14 +17,12 @@ import torch
 from torch import nn
 
 import ssdtrain
+from examples.trainers.tiny import text, tokenizer
 from ssdtrain.config import ConfigError
 from ssdtrain.runtime import Runtime
 from tests.support.tensors import equal_by_name
 
 pytestmark = pytest.mark.slow
-
-WORDS = [f"w{number}" for number in range(60)]
-SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 
 
 @pytest.fixture(autouse=True)
@@ -63,23 +61,6 @@ def offloaded(runtime: Runtime) -> int:
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def tokenizer() -> Any:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
-    plain = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
-    plain.pre_tokenizer = pre_tokenizers.Whitespace()
-    pad, begin, end, unknown = SPECIAL
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, pad_token=pad, bos_token=begin, eos_token=end, unk_token=unknown
-    )
-
-
-def text(seed: int, words: int) -> str:
-    return " ".join(WORDS[(7 * seed + 3 * number) % len(WORDS)] for number in range(words))
 
 
 def sft(options: dict[str, Any], **given: Any) -> Any:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import ssdtrain
+from ssdtrain.config import ConfigError
 from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import attach
 from ssdtrain_megatron.installation import installation
@@ -57,6 +58,8 @@ def test_lists_that_are_no_list_of_chunks_are_rejected(trainer: Trainer, config:
     for chunks in ([chunk, chunk], [chunk, chunk.module], [chunk.module, chunk]):
         with pytest.raises(ValueError, match="model chunks 0 and 1 are the same"):
             attach(chunks, config)
+    with pytest.raises(ConfigError, match=r"ssdtrain\.plan\.state_limit .*: .* is for DeepSpeed's ZeRO-3"):
+        attach([chunk], {"plan": {"state_limit": "1GiB"}})
     assert installation.related_chunk(chunk) is None
     attach([], {"enabled": False}).close()
 
