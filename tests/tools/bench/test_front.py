@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,5 +52,8 @@ def test_a_dry_run_trains_every_kind_of_way_and_draws_it(tmp_path: Path) -> None
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["bits_equal"] and not result["failed"] and not result["left_out"]
-    assert "recompute" in result["points"]["plan:0.5"]["plan"] and len(result["peak_errors"]) == 2
+    # Which of the two the plan chooses depends on what this machine's memory moves in a second.
+    assert (
+        re.search("recompute|host", result["points"]["plan:0.5"]["plan"]) and len(result["peak_errors"]) == 2
+    )
     assert plot.stat().st_size > 10_000
