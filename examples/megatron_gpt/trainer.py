@@ -58,6 +58,10 @@ def initialize(options: argparse.Namespace) -> None:
     """torch.distributed from the launcher's environment, and Megatron's groups."""
     backend = options.distributed_backend
     if backend == "nccl":
+        if not torch.cuda.is_available():
+            raise SystemExit(
+                "examples.megatron_gpt needs a GPU, as megatron-core does; without one: make demo-megatron"
+            )
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group(backend)
     parallel_state.initialize_model_parallel(

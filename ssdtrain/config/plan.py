@@ -59,10 +59,12 @@ class PlanConfig(Section):
     configured."""
 
     state_limit: MemorySize | None = None
-    """Bytes of a device for model state under ZeRO-3: parameters, gradients, optimizer state, and blocks that are
-    gathered. If by the model's shapes there is more, the optimizer runs on CPUs, and the weights of as many blocks as have to are
-    in host memory (docs/plan-apply.md). Default: on a GPU half of its memory, where all of the state does not fit into it and the
-    config does not say where state is; else model state is as the framework is configured."""
+    """Bytes of a device for model state: parameters, gradients, optimizer state, and blocks that are there for a time. Under
+    ZeRO-3, where by the model's shapes there is more, the optimizer runs on CPUs, and the weights of as many blocks as have to
+    are in host memory (docs/plan-apply.md). In plain PyTorch the rest goes to the drives of `offload`, without these to host
+    memory, and the limit is for activations as well (docs/state.md). Default: on a GPU whose memory is smaller than all of the
+    state half of it (in plain PyTorch 80%, with activations), if the config does not say where state is; else it is as
+    configured."""
 
     plot: bool = False
     """Draw activation memory over a step that follows the plan, predicted against measured, into plan-rank-N.png in `report.path`

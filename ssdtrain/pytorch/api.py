@@ -22,6 +22,7 @@ from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
 from ssdtrain.pytorch.attached import attach_model
+from ssdtrain.pytorch.placed_state import place_state
 from ssdtrain.runtime import Runtime
 
 logger = logging.getLogger("ssdtrain")
@@ -131,11 +132,13 @@ def attach(
             and what torchrun, srun or mpirun say.
         policy: decides for each saved tensor instead of `offload.amount`: see `ssdtrain.offload.policy`.
         features: more features: see `ssdtrain.features`.
-        optimizer: of the model, for the section state and for compact.mode "lowrank"; not used otherwise.
+        optimizer: of the model, for model state in chunks (the section state, or a plan that adds it) and for compact.mode
+            "lowrank"; not used otherwise.
 
     Raises:
         ConfigError: names the key, the value and what is allowed.
         OSError: a directory cannot be used.
+        HostBudgetExceeded: this node has no room for what the config asks for.
         ValueError: an adapter offloads this model already, or there is a comm section and nothing reduces gradients.
         TypeError: `model` is no module.
     """
@@ -151,9 +154,11 @@ def attach(
             'effect; write "offload": {"directories": ...} into it, or "enabled": false (docs/config.md)',
             ", ".join(sorted(read.model_fields_set)) or "empty",
         )
+    place = Placement.of(_device_of(model, device), rank, local_rank, local_world_size)
+    read = place_state(read, model, optimizer, place)
     runtime = Runtime(
         read,
-        Placement.of(_device_of(model, device), rank, local_rank, local_world_size),
+        place,
         policy=policy,
         plan_blocks=_plan_blocks(model, read),
         features=features,
@@ -184,10 +189,6 @@ def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
             "without this key"
         )
         raise ConfigError([ConfigIssue("ssdtrain.plan.file", config.plan.file, why, allowed)])
-    if config.plan.state_limit is not None:
-        why = "is for ZeRO-3, and the model state of plain PyTorch is in the section state"
-        allowed = '"state": {"directories": ..., "device_limit": ...} without this key'
-        raise ConfigError([ConfigIssue("ssdtrain.plan.state_limit", config.plan.state_limit, why, allowed)])
     blocks = recomputable_blocks(model, config.plan) or {}
     why = register_trackers() if blocks and config.plan.recompute != "off" else ""
     return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, compress=True)

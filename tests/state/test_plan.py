@@ -131,3 +131,43 @@ def test_there_is_one_limit(tmp_path: Any) -> None:
     config = {"plan": {"device_limit": "1GiB"}, "state": section}
     with pytest.raises(ConfigError, match=r"plan\.device_limit.*section state.*state\.device_limit"):
         ssdtrain.attach(model, config, optimizer=_adamw(list(model.parameters())))
+
+
+@pytest.mark.parametrize("tier", ["host", "drives"])
+def test_one_key_puts_model_state_in_chunks(tier: str, tmp_path: Any) -> None:
+    """State of four times the limit, in a config without the section."""
+    recipe = Recipe(steps=9, model={"layers": 16, "width": 128})
+    losses, parameters, _ = plain(recipe)
+    model = make_model(layers=16, width=128)
+    optimizer = recipe.optimizer(list(model.parameters()))
+    limit = sum(parameter.nbytes for parameter in model.parameters())
+    config: dict[str, Any] = {"plan": {"state_limit": limit}, "report": {"interval": 0}}
+    if tier == "drives":
+        config["offload"] = {"directories": str(tmp_path)}
+    runtime = ssdtrain.attach(model, config, optimizer=optimizer)
+    assert run(recipe, model, optimizer, runtime) == losses
+    assert same(dict(model.state_dict()), dict(parameters))
+    values = runtime.statistics().values()
+    assert values["plan/plans"] >= 1
+    assert values["state/resident_peak_bytes"] + values["activation_peak_bytes"] <= 1.04 * limit
+    assert values["state/stored_bytes"] > 0
+    assert runtime.config.state is not None and bool(runtime.config.state.directories) == (tier == "drives")
+    runtime.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "error"),
+    [
+        ({"plan": {"state_limit": "1GiB", "device_limit": "1GiB"}}, "is beside plan.device_limit"),
+        ({"plan": {"state_limit": "1GiB"}, "state": {"host": "1GiB"}}, "is beside state"),
+    ],
+)
+def test_the_one_key_is_the_one_limit(config: dict[str, Any], error: str) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=rf"ssdtrain\.plan\.state_limit: .*{error}"):
+        ssdtrain.attach(model, config, optimizer=_adamw(list(model.parameters())))
+
+
+def test_the_one_key_wants_an_optimizer() -> None:
+    with pytest.raises(ConfigError, match="needs the optimizer of the model"):
+        ssdtrain.attach(make_model(), {"plan": {"state_limit": "1GiB"}})
