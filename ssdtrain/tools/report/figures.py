@@ -171,8 +171,8 @@ def rank_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
     columns: list[tuple[str, Callable[[RankJournal], str]]] = [
         ("steps", lambda j: str(len(j.by_step))),
         ("step time, median", lambda j: _median(j, "step_seconds")),
-        ("activation peak", lambda j: _most(j, "activation_peak_bytes")),
-        ("without SSDTrain", lambda j: _most(j, "unoffloaded_peak_bytes")),
+        ("activation peak", lambda j: _last(j, "activation_peak_bytes")),
+        ("without SSDTrain", lambda j: _last(j, "unoffloaded_peak_bytes")),
         ("saved / step", lambda j: _mean(j, "saved_bytes")),
         ("to SSD / step", lambda j: _mean(j, "ssd_bytes_written")),
         ("to host memory / step", lambda j: _mean(j, "host_bytes_written")),
@@ -252,11 +252,6 @@ def _mean(journal: RankJournal, name: str) -> str:
 def _median(journal: RankJournal, name: str) -> str:
     values = journal.values(name)
     return _unit(name).text(statistics.median(values)) if values else ""
-
-
-def _most(journal: RankJournal, name: str) -> str:
-    values = journal.values(name)
-    return _unit(name).text(max(values)) if values else ""
 
 
 def _last(journal: RankJournal, name: str) -> str:

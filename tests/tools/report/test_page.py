@@ -12,6 +12,7 @@ import pytest
 from ssdtrain.config.units import MiB
 from ssdtrain.metrics import Unit
 from ssdtrain.tools.report.chart import Bar, ChartLine, bar_chart, line_chart
+from ssdtrain.tools.report.figures import rank_rows
 from ssdtrain.tools.report.page import page
 from ssdtrain.tools.report.run import JournaledRun
 from tests.support.journals import line, write
@@ -171,3 +172,12 @@ def test_a_rate_counts_a_step_that_was_trained_again_once(tmp_path: Path) -> Non
     again = (tmp_path / "rank-0.jsonl").read_text()
     (tmp_path / "rank-0.jsonl").write_text(again * 2)
     assert "360 MiB in all, 180 MiB/s" in page(JournaledRun.read(tmp_path))
+
+
+def test_the_peak_of_a_rank_is_that_of_the_plan_that_is_followed_as_everywhere(tmp_path: Path) -> None:
+    directory = write(tmp_path, ranks=1, steps=3, activation_peak_bytes=20 * MiB)
+    lines = (directory / "rank-0.jsonl").read_text().splitlines()
+    lines[0] = json.dumps(line(1, activation_peak_bytes=50 * MiB))
+    (directory / "rank-0.jsonl").write_text("\n".join(lines) + "\n")
+    heads, [row] = rank_rows(JournaledRun.read(directory))
+    assert row[heads.index("activation peak")] == "20.0 MiB"
