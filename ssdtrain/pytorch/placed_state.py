@@ -26,6 +26,9 @@ _KEY = "ssdtrain.plan.state_limit"
 SHARE = 0.8
 """The part of a GPU's memory for model state and activations; the rest is for buffers, copies of autocast, and fragments."""
 
+OPTIMIZER_MOST = 12
+"""Bytes of an optimizer for an element, without looking at it: a copy in float32 and two values."""
+
 FROM_OFFLOAD = ("directories", "capacity", "threads", "engine", "direct", "verify")
 """Keys of the section `offload` that are taken over."""
 
@@ -51,6 +54,11 @@ def place_state(
         except ConfigError:
             return config  # which shards it, and has options for where it is
         memory = torch.cuda.get_device_properties(place.device).total_memory
+        if (
+            sum(2 * parameter.nbytes + OPTIMIZER_MOST * parameter.numel() for parameter in model.parameters())
+            <= memory
+        ):
+            return config
         try:
             if _state_bytes(model, optimizer)[0] <= memory:
                 return config
