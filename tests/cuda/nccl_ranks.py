@@ -27,7 +27,7 @@ LARGE = 1_000_003
 
 
 def _nccl() -> dist.ProcessGroup:
-    torch.cuda.set_device(0)
+    torch.cuda.set_device(dist.get_rank())  # which torch 2.15 takes for the device of the group
     return dist.new_group(backend="nccl", timeout=timedelta(seconds=60))
 
 
@@ -102,8 +102,10 @@ def a_collective_waits_for_the_stream_and_the_stream_for_it(rank: int) -> None:
 
 
 def a_group_of_some_ranks_is_split_off(rank: int) -> list[float]:
-    torch.cuda.set_device(0)
-    whole = dist.new_group(backend="nccl", device_id=torch.device("cuda", 0), timeout=timedelta(seconds=60))
+    torch.cuda.set_device(rank)
+    whole = dist.new_group(
+        backend="nccl", device_id=torch.device("cuda", rank), timeout=timedelta(seconds=60)
+    )
     x = torch.full((3,), float(rank), device="cuda")
     dist.all_reduce(x, group=whole)
     even = dist.new_group([0, 2], backend="nccl")
@@ -117,7 +119,7 @@ class Communicator:
     """NCCL's own functions, where torch's watchdog would end the process at the first error."""
 
     def __init__(self, rank: int) -> None:
-        torch.cuda.set_device(0)
+        torch.cuda.set_device(rank)
         self._nccl = ctypes.CDLL("libnccl.so.2")
         self._nccl.ncclGetLastError.restype = ctypes.c_char_p
         unique = (ctypes.c_char * 128)()
