@@ -47,7 +47,7 @@ test: lint
 test-all: lint
 	$(PYTEST) $(WORKERS) -m "not long" $(TESTS) $(NONE_OF_PART)
 
-# What users of GPUs run, on an emulated CUDA device (tests/cuda/emulation/README.md): torch's CUDA build, 5.5 GB that stay until
+# What users of GPUs run, on an emulated CUDA device (tests/cuda/emulation/README.md): torch's CUDA build and others, 6 GB that stay until
 # requirements-cuda.txt changes, in an environment of its own. No GPU is needed, and none is used.
 CUDA := .venv-cuda
 EMULATION := $(wildcard tests/cuda/emulation/*.py $(foreach part,runtime operators nccl,tests/cuda/emulation/$(part)/*))
@@ -55,7 +55,6 @@ EMULATION := $(wildcard tests/cuda/emulation/*.py $(foreach part,runtime operato
 $(CUDA)/.installed: requirements-cuda.txt constraints.txt
 	test -x $(CUDA)/bin/python || $(PYTHON) -m venv $(CUDA)
 	$(CUDA)/bin/python -m pip install --quiet --no-compile -r requirements-cuda.txt
-	$(CUDA)/bin/python -m pip install --quiet --no-compile --no-deps "$$(grep ^trl== requirements-dev.txt)"
 	touch $@
 
 $(CUDA)/.emulated: $(CUDA)/.installed $(EMULATION)

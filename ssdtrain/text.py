@@ -63,8 +63,8 @@ def gain_text(peak: float, whole: float, waited: float) -> str:
 
 
 def with_cause(limit: str, waited: float) -> str:
-    """Say what keeps offloading from bringing more: as a limit of the run where it was waited for, else as the reason why more
-    was not offloaded; "" where there is none.
+    """Say what keeps offloading from bringing more: as a limit of the run where it was waited for `LEAST_WAIT` or more, else as
+    the reason why more was not offloaded; "" where there is none.
 
     Args:
         limit: what it is, such as "drive writes 0.91 GB/s, forward saves 3.10 GB/s"; "": nothing.
@@ -73,8 +73,8 @@ def with_cause(limit: str, waited: float) -> str:
     return f"{'why not more' if waited < LEAST_WAIT else 'limited by'}: {limit}" if limit else ""
 
 
-LEAST_WAIT = 0.0005
-"""Part of the step from which `gain_text` shows a wait that is not 0.0%."""
+LEAST_WAIT = 0.01
+"""Part of the step below which a wait is no limit."""
 
 
 def ratio_text(value: float, base: float) -> str:

@@ -102,8 +102,9 @@ def _reading_block(plain: Callable[..., None]) -> Callable[..., None]:
             raise
         if config is not None and config.enabled and not config.active:
             logger.warning(
-                "the %s block (%s) switches nothing on: without offload, comm and compact the rest of it has no effect; write "
-                '"offload": {"directories": ...}, "comm": {"preset": ...} or "compact": {} into it, or "enabled": false',
+                "the %s block (%s) switches nothing on: without offload, comm.preset, compact, plan and report.path the rest of "
+                'it has no effect; write "offload": {"directories": ...}, "comm": {"preset": ...}, "compact": {} or "plan": '
+                '"auto" into it, or "enabled": false',
                 BLOCK_KEY,
                 ", ".join(written[BLOCK_KEY]) or "empty",
             )

@@ -5,6 +5,7 @@ Of two pairs of saved-tensor hooks autograd calls the inner one only: the outer 
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Callable
 
@@ -12,11 +13,14 @@ from torch import nn
 
 __all__ = ["check_not_attached", "claim", "related"]
 
+logger = logging.getLogger("ssdtrain")
+
 _claims: list[tuple[weakref.ref[nn.Module], str]] = []
 
 
 def claim(model: nn.Module, way: str) -> Callable[[], None]:
-    """Let `way`, the function that the user called, record the forwards of `model` from now on.
+    """Let `way`, the function that the user called, record the forwards of `model` from now on. A warning says where it does so
+    already.
 
     Returns:
         What ends the claim.
@@ -25,6 +29,13 @@ def claim(model: nn.Module, way: str) -> Callable[[], None]:
         ValueError: as `check_not_attached`.
     """
     check_not_attached(model, way)
+    if any(held() is model for held, _ in _claims):
+        logger.warning(
+            "%s was called again with a model (%s) whose runtime was not closed: of two that offload the earlier one alone sees "
+            "what is saved; call close() on that one first, or give one call all sections",
+            way,
+            type(model).__name__,
+        )
     entry = (weakref.ref(model), way)
     _claims.append(entry)
 

@@ -150,8 +150,9 @@ def attach(
     read = load_config(dict(config) if isinstance(config, Mapping) else config)
     if read.enabled and not read.active:
         logger.warning(
-            "the config of ssdtrain.attach (%s) switches nothing on: without offload, comm and compact the rest of it has no "
-            'effect; write "offload": {"directories": ...} into it, or "enabled": false (docs/config.md)',
+            "the config of ssdtrain.attach (%s) switches nothing on: without offload, comm.preset, compact, plan, state and "
+            'report.path the rest of it has no effect; write "offload": {"directories": ...} into it, or "enabled": false '
+            "(docs/config.md)",
             ", ".join(sorted(read.model_fields_set)) or "empty",
         )
     place = Placement.of(_device_of(model, device), rank, local_rank, local_world_size)

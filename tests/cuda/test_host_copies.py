@@ -1,8 +1,7 @@
 """Keys that ask for copies in host memory, on a device: what they would copy goes to the tiers, equal to the bit.
 
 These are the classes that the keys of other projects use: `offload_wrapper` is accelerate's `activation_checkpointing_offload`,
-`OffloadActivations` of TRL its `activation_offloading`. TRL is installed without what it needs for its trainers (pyarrow and
-others), of which that class uses nothing. Lightning has no such key.
+`OffloadActivations` of TRL its `activation_offloading`. Lightning has no such key.
 """
 
 from __future__ import annotations

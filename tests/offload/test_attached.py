@@ -95,12 +95,14 @@ def test_a_copy_computes_with_its_own_weights(
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_runtimes_are_closed_in_any_order(
-    order: tuple[int, ...], x: torch.Tensor, make_runtime: MakeRuntime
+    order: tuple[int, ...], x: torch.Tensor, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = Scaled()
     runtimes = [make_runtime() for _ in range(3)]
     for runtime in runtimes:
         attach_model(runtime, model)
+    said = "ssdtrain.attach was called again with a model (Scaled)"
+    assert sum(said in text for text in caplog.messages) == 2
     alive = list(runtimes)
     for number in order:
         # The innermost one records: that which was attached first.
@@ -111,6 +113,8 @@ def test_runtimes_are_closed_in_any_order(
         runtimes[number].close()
         alive.remove(runtimes[number])
     assert "forward" not in model.__dict__
+    attach_model(make_runtime(), model)
+    assert sum(said in text for text in caplog.messages) == 2, "the earlier ones are closed"
 
 
 def test_what_somebody_puts_in_front_stays(x: torch.Tensor, make_runtime: MakeRuntime) -> None:
