@@ -37,6 +37,7 @@ from ssdtrain.offload.policy import (
     SavedTensorInfo,
 )
 from ssdtrain.offload.tensors.eligible import Eligibility
+from ssdtrain.offload.tensors.geometry import Geometry
 from ssdtrain.offload.tensors.meter import ActivationMeter, Seen
 from ssdtrain.offload.tensors.region import Handle, Kept, Region, Releases, captured, modified
 from ssdtrain.offload.tensors.sharing import Extent, extent_of, find_region, make_region
@@ -58,6 +59,7 @@ __all__ = ["EngineLimits", "OffloadEngine"]
 
 _graph_task = torch._C._current_graph_task_id
 REAP_EVERY = 4  # saved tensors of a device between two looks at what has ended
+GEOMETRIES = 1024  # of which one copy is kept: what backward holds of each is then no object of its own
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -124,6 +126,7 @@ class OffloadEngine:
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
         self._released = Releases()
+        self._geometries: dict[Geometry, Geometry] = {}
         self._lock = make_signal_safe_lock()
         self._starter = StoreStarter(self.mover, self.metrics, self.meter, device, options)
         self._closed = False
@@ -328,7 +331,13 @@ class OffloadEngine:
 
     def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
         offset = 0 if region.origin is not None else (extent[0] - region.start) // tensor.itemsize
-        return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset), self._released)
+        geometry = tensor.dtype, tensor.shape, tensor.stride(), offset
+        known = self._geometries.get(geometry)
+        if known is None:
+            if len(self._geometries) == GEOMETRIES:
+                self._geometries.clear()
+            known = self._geometries[geometry] = geometry
+        return Handle(region, known, self._released)
 
     # Backward
 
@@ -374,7 +383,7 @@ class OffloadEngine:
                     tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
                     self.prefetcher.begin(tape)
                 self._note_ends()
-                tape.asked(region, handle.ref.last_pass)
+                tape.asked(region, handle.last_pass)
                 try:
                     tensor = self._restorer.restore(handle)
                     lacking = False
@@ -501,9 +510,8 @@ class OffloadEngine:
     def _drain_released(self) -> None:
         released = self._released
         while not released.empty():
-            ref = released.next()
-            region = ref.region
-            if ref.last_pass != region.last_pass:
+            region, last_pass = released.next()
+            if last_pass != region.last_pass:
                 region.pending_unpacks -= 1
             region.handles = handles = region.handles - 1
             if not handles:
