@@ -1,7 +1,7 @@
 """Records of fixed fields, several of which are made for every saved tensor: in C, where that was built.
 
-A record takes no dictionary and no call of Python to be made, and the cyclic collector does not look at it, unless it says so: with
-ordinary objects it ran every few dozen saved tensors, for a tenth of the time of the hook.
+A record takes no dictionary and no call of Python to be made, and the cyclic collector does not look at it, unless it says so:
+with ordinary objects it ran every few dozen saved tensors, for a tenth of the time of the hook.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ _native = _extension()
 
 @dataclass_transform()
 def record(*, collected: bool = False, told: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
-    """Make a class whose annotations are the fields of its instances, which it takes by place; those with a value may be left out.
-    It has no subclasses, and no weak references to its instances.
+    """Make a class whose annotations are the fields of its instances, which it takes by place; those with a value may be left
+    out. It has no subclasses, and no weak references to its instances.
 
     Args:
         collected: instances may be parts of cycles of references. Else a cycle through one is never freed.
-        told: fields: first an object whose `put` gets a tuple of the others when an instance dies. That may be anywhere: `put` of a
-            `SimpleQueue` runs no Python.
+        told: fields: first an object whose `put` gets a tuple of the others when an instance dies. That may be anywhere: `put`
+            of a `SimpleQueue` runs no Python.
     """
 
     def made(cls: type[T]) -> type[T]:

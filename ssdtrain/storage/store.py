@@ -159,10 +159,10 @@ class SpillStore:
             if self._freed or self._ending:
                 self._drain()
             slot: Slot | None
-            if self._host is None:
+            if (host := self._host) is None:
                 slot = self._reserve_drives(nbytes)
             elif tier is None and not spare:  # most slots by far
-                if (address := self._host.take(nbytes)) is None:
+                if (address := host.take(nbytes)) is None:
                     slot = self._reserve_drives(nbytes)
                 else:
                     slot = Slot(nbytes, address, self._pinned, ())

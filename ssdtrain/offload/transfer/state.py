@@ -111,13 +111,19 @@ class TransferState:
     """Bytes of all regions saved before it, where it leaves in part."""
 
     state: State = State.RESIDENT
+    planned: bool = False
+    """A codec, a tier, a part or a write that must not be cancelled was chosen."""
     codec: Codec | None = None  # encodes it on the way to a tier
     tier: str | None = None  # that the policy wants it in
     must_write: bool = False  # its store is not cancelled
     rest: torch.Tensor | None = None  # a copy of what stays. See Note: [Parts of a region] in `rests`.
-    lead: int = 0  # address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
+    lead: int = (
+        0  # address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
+    )
     slot: Slot | None = None
-    pinned: bool = False  # a device copies to and from the memory of its slot: Note: [Pinned host tier] in `staged`
+    pinned: bool = (
+        False  # a device copies to and from the memory of its slot: Note: [Pinned host tier] in `staged`
+    )
     in_place: bool = False  # the operation under way reads or fills device memory itself
     operation: Operation | None = None
     lease: Lease | None = None  # the staging buffer of a device copy
@@ -128,7 +134,9 @@ class TransferState:
     decoding: Event | None = None  # of what came back encoded, on the device
     target: Target | None = None  # the device memory that it fills
     payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
-    spare_bytes: int = 0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
+    spare_bytes: int = (
+        0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
+    )
     raw_from: int = 0  # of the pinned memory with a payload that has overflowed: there the values begin
     loaded: torch.Tensor | None = None
     """What came back. See Note: [Buffers belong to the tensor] in `tensors.region`."""
