@@ -241,8 +241,7 @@ class OffloadEngine:
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            metrics = self.metrics
-            metrics.saved_tensors = number = metrics.saved_tensors + 1
+            self.metrics.saved_tensors += 1
             stream = None
             if copies := self._copies:
                 if self._capturing():  # the next call does the rest, see `_drain`
@@ -252,7 +251,7 @@ class OffloadEngine:
             if not self._nothing_died():
                 self._drain_released()
             # What is copied off a device leaves it at fixed points of the tape, not when its store has ended.
-            if not copies or number % REAP_EVERY == 0:
+            if not copies or self.metrics.saved_tensors % REAP_EVERY == 0:
                 self.mover.reap()
             operator = operator_number()
             unstored = tape.unstored
