@@ -231,7 +231,8 @@ class Mover:
 
     def _leave(self, region: Region) -> None:
         transfer = region.transfer
-        self.transfer.depart(region)
+        if (event := transfer.event) is not None and not event.query():
+            self.transfer.depart(region)
         if transfer.payload is None:
             region.empty_()
         else:
