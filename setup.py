@@ -61,6 +61,7 @@ setup(
     ext_modules=[
         *extension("ssdtrain.storage._iopool", "ssdtrain/storage/_iopool.c"),
         *extension("ssdtrain.storage._signal_safe_lock", "ssdtrain/storage/_signal_safe_lock.c"),
+        *extension("ssdtrain.storage._records", "ssdtrain/storage/_records.c"),
         *extension("ssdtrain.device._streams", "ssdtrain/device/_streams.c"),
         *extension("ssdtrain.codecs._native", "ssdtrain/codecs/_native.c"),
     ],

@@ -61,6 +61,7 @@ class CudaDevice:
         self._copies: float | None = None
         self._recent: deque[Event] = deque(maxlen=_RECENT)
         self.capturing = is_capturing
+        self.current_stream: Callable[[], int] = functools.partial(raw_current_stream, index)
 
     def timestamp(self) -> Timestamp:
         stream = torch.cuda.current_stream(self.device)
@@ -159,9 +160,6 @@ class CudaDevice:
 
     def progress(self) -> int:
         return sum(event.query() for event in [*self._recent])
-
-    def current_stream(self) -> int:
-        return raw_current_stream(self._index)
 
     def wait_stream(self, stream: Any | None) -> None:
         current = raw_current_stream(self._index)

@@ -37,6 +37,7 @@ from ssdtrain.offload.policy import (
     SavedTensorInfo,
 )
 from ssdtrain.offload.tensors.eligible import Eligibility
+from ssdtrain.offload.tensors.geometry import Geometry
 from ssdtrain.offload.tensors.meter import ActivationMeter, Seen
 from ssdtrain.offload.tensors.region import Handle, Kept, Region, Releases, captured, modified
 from ssdtrain.offload.tensors.sharing import Extent, extent_of, find_region, make_region
@@ -58,6 +59,7 @@ __all__ = ["EngineLimits", "OffloadEngine"]
 
 _graph_task = torch._C._current_graph_task_id
 REAP_EVERY = 4  # saved tensors of a device between two looks at what has ended
+GEOMETRIES = 1024  # of which one copy is kept: what backward holds of each is then no object of its own
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -118,12 +120,20 @@ class OffloadEngine:
         self.coding = Coding(codec, options.rank, writes_pinned=staged and device.writes_pinned())
         transfer: Transfer = made(store, self.buffers, self.meter, self.coding, device, options.verified)
         self._copies = transfer.copies  # off a device with streams
+        # Looked up once: each saved tensor comes by here.
+        self._capturing, self._current_stream, self._record_use = (
+            device.capturing,
+            device.current_stream,
+            device.record_use,
+        )
         self._targets = transfer.targets
         self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
         self._release = self.mover.release  # a region whose last handle is gone
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
         self._released = Releases()
+        self._nothing_died = self._released.empty
+        self._geometries: dict[Geometry, tuple[Geometry, Extent]] = {}
         self._lock = make_signal_safe_lock()
         self._starter = StoreStarter(self.mover, self.metrics, self.meter, device, options)
         self._closed = False
@@ -234,17 +244,18 @@ class OffloadEngine:
             self.metrics.saved_tensors += 1
             stream = None
             if copies := self._copies:
-                if self.device.capturing():  # the next call does the rest, see `_drain`
+                if self._capturing():  # the next call does the rest, see `_drain`
                     self.meter.see(storage)
                     return Kept(tensor)
-                stream = self.device.current_stream()
-            if not self._released.empty():
+                stream = self._current_stream()
+            if not self._nothing_died():
                 self._drain_released()
             # What is copied off a device leaves it at fixed points of the tape, not when its store has ended.
             if not copies or self.metrics.saved_tensors % REAP_EVERY == 0:
                 self.mover.reap()
             operator = operator_number()
-            if tape.unstored and tape.unstored[-1].operator != operator:
+            unstored = tape.unstored
+            if unstored and unstored[-1].operator != operator:
                 postponed = self._starter.begin(tape, stream, storage)
             held = self._save(tape, tensor, storage, operator, stream)
         if postponed:
@@ -274,11 +285,12 @@ class OffloadEngine:
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
         if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
             return Kept(tensor)
-        extent = extent_of(tensor)
+        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        geometry, extent = self._geometries.get(form) or self._new_geometry(form, tensor)  # type: ignore[call-overload, arg-type]
         if extent[2] < eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
         if self._copies:
-            self.device.record_use(tensor)  # see Note: [Memory of another stream] in `pacing.starter`
+            self._record_use(tensor)  # see Note: [Memory of another stream] in `pacing.starter`
         if seen.regions and (region := find_region(seen, tensor, extent, tape)) is not None:
             self.metrics.shared_tensors += 1
             region.shared = True
@@ -286,10 +298,12 @@ class OffloadEngine:
             region.pending_unpacks += 1
             if len(tape.regions) - region.index > FAR:
                 tape.join(region)
-            return self._handle(region, tensor, extent)
+            return self._handle(region, geometry, extent)
         region = make_region(seen, tensor, storage, extent, tape, operator)
         try:
-            action = STAY if tape.keep else self._decide(tape, region)
+            policy = self.policy
+            same = policy.always if type(policy) is AmountPolicy and not self.modules.watching else None
+            action = STAY if tape.keep else same or self._decide(tape, region)
             if action.offload and (action is not OFFLOAD or region.dtype in self.coding.dtypes):
                 codec = self.coding.choose(tensor, extent, region, action)
                 if codec is None and action.tier == OWN_MEMORY:
@@ -300,14 +314,19 @@ class OffloadEngine:
             seen.regions.remove(region)  # the policy has failed
             raise
         metrics = self.metrics
-        metrics.saved_bytes += region.nbytes
+        nbytes = region.nbytes
+        metrics.saved_bytes += nbytes
         metrics.live_regions += 1
-        if region.nbytes > self.prefetcher.largest:
-            self.prefetcher.largest = region.nbytes
-        tape.append(region)
-        handle = self._handle(region, tensor, extent)
+        if nbytes > self.prefetcher.largest:
+            self.prefetcher.largest = nbytes
+        tape.regions.append(region)
+        tape.nbytes += nbytes
+        if not region.start and region.origin is None:
+            handle = Handle(region, geometry, self._released)
+        else:
+            handle = self._handle(region, geometry, extent)
         if action.offload:
-            if self._copies and region.nbytes == extent[2] and region.origin is None:
+            if nbytes == extent[2] and region.origin is None:
                 region.form = handle.geometry
             self._starter.add(tape, region, stream)
         else:
@@ -320,15 +339,27 @@ class OffloadEngine:
         modules = self.modules.stack if self.modules.watching else ()
         if modules:
             region.module = modules[-1].name
-        if type(policy) is AmountPolicy and policy.always is not None:
-            return policy.always
         return policy.decide(SavedTensorInfo(
             tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
         ))  # fmt: skip
 
-    def _handle(self, region: Region, tensor: torch.Tensor, extent: Extent) -> Handle:
-        offset = 0 if region.origin is not None else (extent[0] - region.start) // tensor.itemsize
-        return Handle(region, (tensor.dtype, tensor.shape, tensor.stride(), offset), self._released)
+    def _handle(self, region: Region, geometry: Geometry, extent: Extent) -> Handle:
+        """Return a handle of `region` for a tensor of this geometry, whose offset is that in its storage."""
+        if region.start or region.origin is not None:
+            dtype, shape, stride, _ = geometry
+            offset = 0 if region.origin is not None else (extent[0] - region.start) // dtype.itemsize
+            geometry = dtype, shape, stride, offset
+            start, end, own = extent
+            first = offset * dtype.itemsize
+            geometry, _ = self._geometries.setdefault(geometry, (geometry, (first, first + end - start, own)))
+        return Handle(region, geometry, self._released)
+
+    def _new_geometry(self, geometry: Geometry, tensor: torch.Tensor) -> tuple[Geometry, Extent]:
+        """Keep one copy of a geometry, with the extent of a tensor that has it."""
+        if len(self._geometries) >= GEOMETRIES:
+            self._geometries.clear()
+        known = self._geometries[geometry] = geometry, extent_of(tensor)
+        return known
 
     # Backward
 
@@ -374,7 +405,7 @@ class OffloadEngine:
                     tape.cursor = tape.place(region) + 1  # backward begins here, which need not be the end
                     self.prefetcher.begin(tape)
                 self._note_ends()
-                tape.asked(region, handle.ref.last_pass)
+                tape.asked(region, handle.last_pass)
                 try:
                     tensor = self._restorer.restore(handle)
                     lacking = False
@@ -501,9 +532,8 @@ class OffloadEngine:
     def _drain_released(self) -> None:
         released = self._released
         while not released.empty():
-            ref = released.next()
-            region = ref.region
-            if ref.last_pass != region.last_pass:
+            region, last_pass = released.next()
+            if last_pass != region.last_pass:
                 region.pending_unpacks -= 1
             region.handles = handles = region.handles - 1
             if not handles:

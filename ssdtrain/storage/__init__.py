@@ -24,6 +24,7 @@ from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import EnduranceMetrics, StoreMetrics, TierMetrics
 from ssdtrain.storage.pool import Operation, Pool, make_pool
+from ssdtrain.storage.records import record
 from ssdtrain.storage.signal_safe_lock import (
     SignalSafeLock,
     defer_signals,
@@ -67,5 +68,6 @@ __all__ = [
     "make_signal_safe_lock",
     "projected_life",
     "rated_bytes",
+    "record",
     "signals_deferred",
 ]

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 
 
 class RangeAllocator:
-    """Best fit over the offsets [0, size), in multiples of `alignment`.
+    """Best fit over the offsets [0, size), in multiples of `alignment`; `allocate` and `free` count them from `first`.
 
     Note: [Deferred coalescing]
         Every training step allocates and frees the same lengths, so a freed range is cached by length for the next
@@ -15,12 +15,13 @@ class RangeAllocator:
         free space is queried; once everything is freed, all space is one range again.
     """
 
-    def __init__(self, size: int, alignment: int) -> None:
+    def __init__(self, size: int, alignment: int, first: int = 0) -> None:
         if size < 0 or size % alignment:
             raise ValueError(f"size must be a multiple of {alignment} bytes, got {size} bytes")
         self.alignment = alignment
         self.size = 0
         self.used = 0
+        self._first = first
         self._by_size: list[tuple[int, int]] = []  # (length, start), sorted
         self._ends: dict[int, int] = {}  # start -> end of a free range
         self._starts: dict[int, int] = {}  # end -> start of a free range
@@ -46,7 +47,7 @@ class RangeAllocator:
             start = best
         self._taken[start] = length
         self.used += length
-        return start
+        return start + self._first
 
     def _best(self, length: int) -> int | None:
         at = bisect_left(self._by_size, (length, -1))
@@ -71,6 +72,7 @@ class RangeAllocator:
         Raises:
             KeyError: nothing is allocated at `start` (a double free).
         """
+        start -= self._first
         length = self._taken.pop(start)
         self.used -= length
         ready = self._ready.get(length)

@@ -37,9 +37,9 @@ class Lease:
 
     __slots__ = ("_arena", "_held", "address", "nbytes")
 
-    def __init__(self, arena: "Arena", offset: int, address: int, nbytes: int) -> None:
+    def __init__(self, arena: "Arena", start: int, address: int, nbytes: int) -> None:
         self._arena = arena
-        self._held = [offset]
+        self._held = [start]
         self.address = address
         self.nbytes = nbytes
 
@@ -59,10 +59,10 @@ class Lease:
     def release(self) -> None:
         """Release the bytes. Idempotent and lock-free; may run on any thread and in a finalizer."""
         try:
-            offset = self._held.pop()
+            start = self._held.pop()
         except IndexError:
             return
-        self._arena._released(offset, self.address, self.nbytes)
+        self._arena._released(start, self.address, self.nbytes)
 
 
 class Arena:
@@ -94,7 +94,10 @@ class Arena:
             raise
         self.capacity = self._map.nbytes
         self.peak = 0
-        self._allocator = RangeAllocator(self.capacity, ALIGNMENT)
+        self._allocator = RangeAllocator(self.capacity, ALIGNMENT, self._map.address)
+        self.take = self._allocator.allocate
+        """`take(nbytes)`: the address of a free range, or None. For the one owner of an arena, who calls this and `put_back`
+        with a lock of its own held, and takes no lease."""
         self._lock = make_signal_safe_lock()
         self._returned: deque[tuple[int, int, int]] = deque()
         # Views that own a lease, and those of them that were destroyed. The weak reference's callback is a C function: a
@@ -122,22 +125,16 @@ class Arena:
                 raise StoreClosed("this arena is closed")
             if self._dead or self._returned:
                 self._drain()
-            offset = self._allocator.allocate(nbytes + page_offset)
-            if offset is None:
+            start = self._allocator.allocate(nbytes + page_offset)
+            if start is None:
                 return None
             if self._allocator.used > self.peak:
                 self.peak = self._allocator.used
-        return Lease(self, offset, self._map.address + offset + page_offset, nbytes)
-
-    def take(self, nbytes: int) -> int | None:
-        """Return the address of a free range of `nbytes`, or None. For the one owner of an arena, who calls this and `put_back`
-        with a lock of its own held, and takes no lease."""
-        offset = self._allocator.allocate(nbytes)
-        return None if offset is None else self._map.address + offset
+        return Lease(self, start, start + page_offset, nbytes)
 
     def put_back(self, address: int, nbytes: int) -> None:
         """Free a range that `take` returned."""
-        self._allocator.free(address - self._map.address)
+        self._allocator.free(address)
         if self._poison:
             memory.fill(address, 0xFF, nbytes)
 
@@ -175,8 +172,8 @@ class Arena:
             self._unmap(force)
         self._drain_closed()
 
-    def _released(self, offset: int, address: int, nbytes: int) -> None:
-        self._returned.append((offset, address, nbytes))
+    def _released(self, start: int, address: int, nbytes: int) -> None:
+        self._returned.append((start, address, nbytes))
         if self._closed and self._generation == forks.generation():
             self._drain_closed()
 
@@ -200,8 +197,8 @@ class Arena:
             del self._owning_views[id(ref)]
             ref.lease.release()
         while self._returned:
-            offset, address, nbytes = self._returned.popleft()
-            self._allocator.free(offset)
+            start, address, nbytes = self._returned.popleft()
+            self._allocator.free(start)
             if self._poison and self.mapped:
                 memory.fill(address, 0xFF, nbytes)
         self._unmap(False)

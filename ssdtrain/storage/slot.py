@@ -6,6 +6,7 @@ from typing import Protocol
 from ssdtrain.storage import memory
 from ssdtrain.storage.errors import IOCancelled
 from ssdtrain.storage.pool import Operation
+from ssdtrain.storage.records import record
 
 _done = methodcaller("done")
 
@@ -18,6 +19,7 @@ class DeviceEvent(Protocol):
         ...
 
 
+@record()
 class Slot:
     """A reserved range of `nbytes` in one tier. Created by `SpillStore.reserve`.
 
@@ -29,21 +31,18 @@ class Slot:
         pinned: a device copies to and from that memory itself: see `SpillStore.copied`.
     """
 
-    # As it is at first: the hook that reserves it sets none of them.
+    nbytes: int
+    address: int
+    pinned: bool
+    _extents: tuple[int, ...]
+    """Flat: queue, offset, length, ...; in the host tier: ()."""
+    _held: bool = True
+    """Deleted when it is freed, once."""
     _writes: tuple[tuple[Operation, int], ...] = ()
     """Writes, with their page offsets, that are not known to be cancelled."""
     _operations: tuple[Operation, ...] = ()
     _copied: DeviceEvent | None = None
     """The last copy of a device to it or from it, once it is freed."""
-
-    def __init__(
-        self, nbytes: int, extents: tuple[int, ...], address: int = 0, *, pinned: bool = False
-    ) -> None:
-        self.nbytes = nbytes
-        self.address = address
-        self.pinned = pinned
-        self._extents = extents  # flat: queue, offset, length, ...
-        self._held = [True]
 
     @property
     def tier(self) -> str:

@@ -159,13 +159,13 @@ class SpillStore:
             if self._freed or self._ending:
                 self._drain()
             slot: Slot | None
-            if self._host is None:
+            if (host := self._host) is None:
                 slot = self._reserve_drives(nbytes)
             elif tier is None and not spare:  # most slots by far
-                if (address := self._host.take(nbytes)) is None:
+                if (address := host.take(nbytes)) is None:
                     slot = self._reserve_drives(nbytes)
                 else:
-                    slot = Slot(nbytes, (len(self._slabs), address, nbytes), address, pinned=self._pinned)
+                    slot = Slot(nbytes, address, self._pinned, ())
             elif tier == "ssd":
                 slot = self._reserve_drives(nbytes) or self._reserve_host(nbytes + spare)
             else:
@@ -246,8 +246,8 @@ class SpillStore:
             copied: the end of the last copy that a device makes to the memory of a pinned slot or from it.
         """
         try:
-            slot._held.pop()
-        except IndexError:
+            del slot._held
+        except AttributeError:
             return
         if self._generation != forks.generation():
             return
@@ -325,7 +325,7 @@ class SpillStore:
     ) -> Operation:
         if self.closed:
             self._check_open()
-        if not slot._held:
+        if not hasattr(slot, "_held"):
             raise ValueError(f"{slot} was freed and cannot be used")
         if kind & 1:
             page_offset, checksum, digest = slot.readable_write()
@@ -333,9 +333,8 @@ class SpillStore:
             page_offset = address % ALIGNMENT if kind == WRITE and not slot.address else 0
         if slot.address:
             kind = COPY_OUT if kind == READ else COPY_IN
-        request = Request(
-            kind, address, slot.nbytes, page_offset, slot._extents, event, defer, checksum, digest
-        )
+        extents = slot._extents or (len(self._slabs), slot.address, slot.nbytes)
+        request = Request(kind, address, slot.nbytes, page_offset, extents, event, defer, checksum, digest)
         # Else the space of a transfer that the slot does not know is used again during it.
         with self._submitting:
             operation = self.pool.submit(*request)
@@ -366,13 +365,13 @@ class SpillStore:
         address = self._host.take(nbytes)
         if address is None:
             return None
-        return Slot(nbytes, (len(self._slabs), address, nbytes), address, pinned=self._pinned)
+        return Slot(nbytes, address, self._pinned, ())
 
     def _reserve_drives(self, nbytes: int) -> Slot | None:
         if len(self._slabs) > 1 and self._drives.window_over:
             self._drives.observe(self.pool.counters()[0])
         extents = self._drives.reserve(nbytes)
-        return None if extents is None else Slot(nbytes, extents)
+        return None if extents is None else Slot(nbytes, 0, False, extents)
 
     def _drain(self) -> None:
         ending, freed, host = self._ending, self._freed, self._host

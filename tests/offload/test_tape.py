@@ -22,7 +22,7 @@ def tape_of(*operators: int) -> Tape:
         region: Any = SimpleNamespace(
             index=index, operator=operator, nbytes=1, last_pass=-1, pending_unpacks=1
         )
-        tape.append(region)
+        tape.regions.append(region)
     return tape
 
 

@@ -133,7 +133,7 @@ class StoreStarter:
         """
         regions, tape.unstored = tape.unstored, []
         began = self._options.clock() if self._computes else 0.0
-        if following is not None and self._stores.in_order:
+        if following is not None and self._stores.bound is not None:
             self._meter.see(following)
         if self._copies:
             nbytes = regions[0].nbytes
@@ -162,12 +162,12 @@ class StoreStarter:
         mover = self._mover
         if region.transfer.state is not _RESIDENT:
             return True  # released
-        if self.closed or region.last_pass >= 0 or not region.capture():
+        if not region.capture() or region.last_pass >= 0 or self.closed:
             mover.keep(region)
             return True
         if region.origin is not None and region.packed is None:
             self._copy_together(region)
-        return mover.admits(region) and mover.begin_store(region)
+        return (not self._stores or mover.admits(region)) and mover.begin_store(region)
 
     def _copy_together(self, region: Region) -> None:
         self._device.record_use(region.probe)  # the copy is made on this stream

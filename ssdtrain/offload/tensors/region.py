@@ -11,6 +11,7 @@ import torch
 
 from ssdtrain.offload.tensors.geometry import Geometry, densest, lead_of, restride, tensor_over, view_of
 from ssdtrain.offload.transfer.state import TransferState
+from ssdtrain.storage import record
 
 if TYPE_CHECKING:
     from ssdtrain.offload.checks.proof import Proof
@@ -47,6 +48,7 @@ def place_of(chunk: int, index: int) -> str:
     return f"chunk {chunk}, region {index}"
 
 
+@record(collected=True)
 class Region:
     """Bytes [start, start + nbytes) of one storage, kept once however many saved tensors view them.
 
@@ -73,46 +75,39 @@ class Region:
     when they are read (`overwritten`). Storages that are known to be freed do not come this far: see `eligible`.
     """
 
-    stream: Any | None
+    tensor: torch.Tensor
+    probe: torch.Tensor
+    start: int
+    nbytes: int
+    tape: Tape
+    version: int
+    seen: Seen
+    """Its storage, as the meter counts it."""
+    index: int
+    """Place on the tape."""
+    operator: int
+    """Sequence number of the one that saved it."""
+    owner: weakref.ref[torch.Tensor]
+    """See Note: [Owners of version counters] in `sharing`."""
+    dtype: torch.dtype
+    pointer: int
+    """Address of the storage of `tensor`, as it was at the last `capture`; 0: that was emptied."""
+    transfer: TransferState
+    """The mover's."""
+    stream: Any | None = None
     """Stream on which it was saved; set where it is to be copied off the device."""
     form: Geometry | None = None
     """Geometry of the first tensor saved, where the region is all of its bytes and nothing else."""
     origin: Geometry | None = None
     """Where a thin view lies in its storage, whose bytes are copied together."""
     packed: tuple[int, ...] | None = None  # shape of that copy, when it was made
-    lead = 0  # of a packed view, its address modulo 64
-    stays = False  # whatever a plan says: it is filtered out, or all of its tape stays
-    handles = 1  # handles alive, with that of the tensor that makes it
-    shared = False  # there was ever more than one
-    pending_unpacks = 1  # handles alive that were not unpacked in `last_pass`
-    last_pass = -1  # the tape's pass in which backward last used it
-    module = ""  # qualified name of the module that saved it; "": unknown
-
-    def __init__(
-        self,
-        tensor: torch.Tensor,
-        start: int,
-        nbytes: int,
-        tape: Tape,
-        operator: int,
-        seen: Seen,
-        pointer: int,
-        owner: weakref.ref[torch.Tensor],
-    ) -> None:
-        self.tensor = self.probe = tensor
-        self.start = start
-        self.nbytes = nbytes
-        self.tape = tape
-        self.version = tensor._version
-        self.seen = seen  # its storage, as the meter counts it
-        self.index = len(tape.regions)  # place on the tape
-        self.operator = operator  # sequence number of the one that saved it
-        self.owner = owner  # see Note: [Owners of version counters]
-        self.dtype = tensor.dtype
-        # Of the storage of `tensor`, as it was at the last `capture`; 0: that was emptied.
-        self.pointer = pointer
-        self.transfer = transfer = TransferState()  # the mover's
-        transfer.moved_bytes = transfer.stored_bytes = nbytes
+    lead: int = 0  # of a packed view, its address modulo 64
+    stays: bool = False  # whatever a plan says: it is filtered out, or all of its tape stays
+    handles: int = 1  # handles alive, with that of the tensor that makes it
+    shared: bool = False  # there was ever more than one
+    pending_unpacks: int = 1  # handles alive that were not unpacked in `last_pass`
+    last_pass: int = -1  # the tape's pass in which backward last used it
+    module: str = ""  # qualified name of the module that saved it; "": unknown
 
     @property
     def name(self) -> str:
@@ -190,77 +185,55 @@ class Region:
         tensor.data = _NOTHING[tensor.device]
 
 
+@record(told=("releases", "region", "last_pass"))
 class Handle:
     """What the pack hook returns for a tensor that may move. Its life is autograd's own reference; see `Releases`."""
 
-    __slots__ = ("__weakref__", "geometry", "proof", "ref", "region")
-
-    def __init__(self, region: Region, geometry: Geometry, releases: Releases) -> None:
-        self.region = region
-        self.geometry = geometry
-        self.proof: Proof | None = None  # what backward gets is compared with
-        self.ref = ref = HandleRef(self, releases.put)
-        ref.region = region
-        ref.last_pass = None
-        releases.watched[id(ref)] = ref
-
-
-class HandleRef(weakref.ref[Handle]):
-    """What remains of a handle: which region it held, and the tape's pass in which backward last had it; None: never."""
-
-    __slots__ = ("last_pass", "region")
-
     region: Region
-    last_pass: int | None
+    geometry: Geometry
+    releases: Releases
+    proof: Proof | None = None
+    """What backward gets is compared with it."""
+    last_pass: int | None = None
+    """The tape's pass in which backward last had it; None: never."""
+
+
+Release = tuple[Region, "int | None"]
+"""What remains of a handle: the region it held, and its `last_pass`."""
 
 
 class Releases:
     """Handles that died, in the order of their deaths.
 
     Note: [Release through a queue]
-    A handle dies anywhere: on an autograd thread, in cyclic collection, inside a section that holds the engine's lock. Its
-    weak reference is then put into a queue by C code, which pack, unpack and step drain. Nothing of Python runs: a signal
+    A handle dies anywhere: on an autograd thread, in cyclic collection, inside a section that holds the engine's lock. C code
+    then puts what remains of it into a queue, which pack, unpack and step drain. Nothing of Python runs: a signal
     that arrives during backward is handled in the first Python that runs after it, and an exception that the handler raises
     in a finalizer (Ctrl-C) is lost. After the end of the engine nobody drains the queue: from then on Python runs
     (`call_at_each`). It waits for no lock, so who held the engine's lock meanwhile looks again (`look_again`).
     """
 
     def __init__(self) -> None:
-        self._dead: SimpleQueue[HandleRef] = SimpleQueue()
-        self.put = self._dead.put
-        """What the reference of a handle calls back."""
-        self.empty = self._dead.empty
+        dead: SimpleQueue[Release] = SimpleQueue()
+        self.put: Callable[[Release], object] = dead.put
+        """What a handle calls at its death."""
+        self.empty = dead.empty
         """`empty()`: no handle has died since."""
-        self.watched: dict[int, HandleRef] = {}
-        """References by their `id`: the collector calls back only for one that is no garbage itself."""
+        self.next = dead.get_nowait
+        """`next()`: what remains of the next handle that died, once. There must be one: handles are taken here only, with the
+        engine's lock held."""
         self.look_again: Callable[[], object] = int
         """Call it after the engine's lock was released: what died meanwhile, if the engine has ended. Before, it does nothing."""
 
-    def next(self) -> HandleRef:
-        """The next handle that died, once. There must be one: handles are taken here only, with the engine's lock held."""
-        ref = self._dead.get_nowait()
-        del self.watched[id(ref)]
-        return ref
-
     def call_at_each(self, drain: Callable[[], None]) -> None:
         """Call `drain` also, each time when a handle has died that is alive now. Called with the engine's lock held."""
+        put = self.put
 
-        def died(ref: HandleRef) -> None:
-            self.put(ref)
+        def died(release: Release) -> None:
+            put(release)
             drain()
 
-        self.look_again = drain
-        for name in [*self.watched]:
-            old = self.watched[name]
-            handle = old()
-            if handle is None:
-                continue  # it is in the queue
-            ref = HandleRef(handle, died)
-            ref.region, ref.last_pass = old.region, old.last_pass
-            del self.watched[name]
-            self.watched[id(ref)] = handle.ref = ref
-            # In this order: a handle may have only this reference left, and a reference that is alive at its death calls back.
-            del old, handle
+        self.look_again, self.put = drain, died
 
 
 class Kept:

@@ -42,6 +42,7 @@ from ssdtrain.offload.tensors.geometry import Geometry
 from ssdtrain.offload.tensors.meter import Seen
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.tape import Tape
+from ssdtrain.offload.transfer.state import TransferState
 from ssdtrain.versions import same_counter
 
 __all__ = ["Extent", "extent_of", "find_region", "make_region", "no_overlap"]
@@ -108,7 +109,11 @@ def make_region(
         elif (base is None or own < nbytes // 2) and no_overlap(tensor):
             start, nbytes, thin = 0, own, True
     owner = weakref.ref(tensor if base is None else base)  # see Note: [Owners of version counters]
-    region = Region(tensor.detach(), start, nbytes, tape, operator, seen, storage.data_ptr(), owner)
+    alias = tensor.detach()
+    region = Region(
+        alias, alias, start, nbytes, tape, alias._version, seen, len(tape.regions), operator, owner, alias.dtype,
+        storage.data_ptr(), TransferState(nbytes, nbytes),
+    )  # fmt: skip
     if thin:
         region.origin = _origin(tensor)
     seen.regions.append(region)

@@ -57,11 +57,6 @@ class Tape:
         self.unstored: list[Region] = []
         self.unproven: list[tuple[int, Any, Proof]] = []  # see `Prover.saved`
 
-    def append(self, region: Region) -> None:
-        """Add a region that was saved just now, to be stored or kept."""
-        self.regions.append(region)
-        self.nbytes += region.nbytes
-
     def remove(self, region: Region) -> None:
         """Forget a released region: the tape must not keep its last reference."""
         self.regions[region.index] = None

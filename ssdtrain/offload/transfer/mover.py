@@ -80,6 +80,7 @@ class Mover:
         """The region, which is resident, is to be stored by `codec` (None: its plain bytes), as `action` says. ValueError: see
         `moved_bytes`."""
         transfer = region.transfer
+        transfer.planned = True
         transfer.codec, transfer.tier = codec, action.tier
         if action.must_write:  # one at a time: a drive slower than the steps would be given ever more
             transfer.must_write = not any(one.transfer.must_write for one in self.stores)
@@ -99,24 +100,23 @@ class Mover:
         Raises:
             StoreFull: no room, and `raise_when_full`.
         """
-        transfer, metrics, nbytes = region.transfer, self.metrics, region.nbytes
+        transfer, nbytes = region.transfer, region.nbytes
         if (region.pointer + region.start) % ALIGNED:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
         # 1. What is stored: all of its bytes, a payload, or a part.
-        if transfer.codec is not None and transfer.payload is None:  # else there was no room
-            self._encode(region, transfer.codec)
-        if transfer.tier == OWN_MEMORY:
-            self._keep_encoded(region)
-            return True
-        if transfer.moved_bytes != nbytes:
-            transfer.rest = self.transfer.rests.take(region)
-            if transfer.rest is None:  # no memory for it: it leaves whole
-                transfer.moved_bytes = transfer.stored_bytes = nbytes
+        if planned := transfer.planned:
+            if transfer.codec is not None and transfer.payload is None:  # else there was no room
+                self._encode(region, transfer.codec)
+            if transfer.tier == OWN_MEMORY:
+                self._keep_encoded(region)
+                return True
+            if transfer.moved_bytes != nbytes:
+                transfer.rest = self.transfer.rests.take(region)
+                if transfer.rest is None:  # no memory for it: it leaves whole
+                    transfer.moved_bytes = transfer.stored_bytes = nbytes
         # 2. Its slot, and the copy or the write.
         try:
-            slot = transfer.slot = self.store.reserve(
-                transfer.stored_bytes, transfer.tier, spare=transfer.spare_bytes
-            )
+            slot = transfer.slot = self._reserve(region) if planned else self.store.reserve(nbytes)
         except StoreFull as error:
             self._keep_for_want_of_room(region, error)
             return True
@@ -126,15 +126,18 @@ class Mover:
         elif not self._begin_write(region):
             return False
         # 3. It is counted, and leaves a device in its turn.
-        moved = transfer.moved_bytes
-        metrics.offloaded_bytes += moved
-        if moved != nbytes:
+        metrics = self.metrics
+        if planned:
+            moved = transfer.moved_bytes
             metrics.kept_bytes += nbytes - moved
-        if transfer.payload is not None:
-            # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
-            region.empty_()
-            metrics.encoded_bytes += moved
-            metrics.payload_bytes += transfer.stored_bytes
+            metrics.offloaded_bytes += moved
+            if transfer.payload is not None:
+                # What backward gets must not depend on how far the store has come: from here on it is the decoded payload.
+                region.empty_()
+                metrics.encoded_bytes += moved
+                metrics.payload_bytes += transfer.stored_bytes
+        else:
+            metrics.offloaded_bytes += nbytes
         if self.transfer.copies and not transfer.in_place:
             self.departures.add(region, metrics.saved_bytes)
         return True
@@ -227,11 +230,13 @@ class Mover:
             transfer.state = _STORED
 
     def _leave(self, region: Region) -> None:
-        self.transfer.depart(region)
-        if region.transfer.payload is None:
+        transfer = region.transfer
+        if (event := transfer.event) is not None and not event.query():
+            self.transfer.depart(region)
+        if transfer.payload is None:
             region.empty_()
         else:
-            region.transfer.payload = None
+            transfer.payload = None
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""

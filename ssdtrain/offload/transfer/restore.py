@@ -95,16 +95,15 @@ class Restorer:
 
     def _hand_out(self, handle: Handle) -> torch.Tensor:
         region = handle.region
-        ref = handle.ref
         transfer = region.transfer
         loads = self._mover.loads
         loads.hand_out(region)
         now = region.tape.pass_number
         if region.last_pass != now:
-            region.last_pass = ref.last_pass = now
+            region.last_pass = handle.last_pass = now
             region.pending_unpacks = region.handles - 1
-        elif ref.last_pass != now:
-            ref.last_pass = now
+        elif handle.last_pass != now:
+            handle.last_pass = now
             region.pending_unpacks -= 1
         base = transfer.loaded
         if base is None:

@@ -163,11 +163,11 @@ class StagedTransfer:
 
     def depart(self, region: Region) -> None:
         event = region.transfer.event
-        if event is not None and not event.query():
-            self.device.wait(event, region.stream)
-            current = self.device.current_stream()
-            if current != region.stream:
-                self.device.wait(event, current)
+        assert event is not None
+        self.device.wait(event, region.stream)
+        current = self.device.current_stream()
+        if current != region.stream:
+            self.device.wait(event, current)
 
     def give_back(self, region: Region) -> None:
         transfer = region.transfer

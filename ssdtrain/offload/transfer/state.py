@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from ssdtrain.storage import record
+
 if TYPE_CHECKING:
     from ssdtrain.codecs import Codec
     from ssdtrain.device import Event
@@ -95,29 +97,34 @@ class Arrival(NamedTuple):
     """The end of the decoding of `loaded`."""
 
 
+@record()
 class TransferState:
     """State of one region, with the fields of a transfer that do not apply being None."""
 
-    moved_bytes: int
+    moved_bytes: int = 0
     """Bytes of the region, the first ones, that leave memory."""
-    stored_bytes: int
+    stored_bytes: int = 0
     """Bytes of them in the tier."""
-    # Set when a write or read has begun, and not read before.
-    page_offset: int
-    loaded_version: int
-    saved_before: int
+    page_offset: int = 0
+    loaded_version: int = 0
+    saved_before: int = 0
     """Bytes of all regions saved before it, where it leaves in part."""
 
-    # As it is at first: most of them stay so, and the hook that makes a region sets none of them.
-    state = State.RESIDENT
+    state: State = State.RESIDENT
+    planned: bool = False
+    """A codec, a tier, a part or a write that must not be cancelled was chosen."""
     codec: Codec | None = None  # encodes it on the way to a tier
     tier: str | None = None  # that the policy wants it in
-    must_write = False  # its store is not cancelled
+    must_write: bool = False  # its store is not cancelled
     rest: torch.Tensor | None = None  # a copy of what stays. See Note: [Parts of a region] in `rests`.
-    lead = 0  # address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
+    lead: int = (
+        0  # address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
+    )
     slot: Slot | None = None
-    pinned = False  # a device copies to and from the memory of its slot: Note: [Pinned host tier] in `staged`
-    in_place = False  # the operation under way reads or fills device memory itself
+    pinned: bool = (
+        False  # a device copies to and from the memory of its slot: Note: [Pinned host tier] in `staged`
+    )
+    in_place: bool = False  # the operation under way reads or fills device memory itself
     operation: Operation | None = None
     lease: Lease | None = None  # the staging buffer of a device copy
     event: Event | None = (
@@ -127,13 +134,15 @@ class TransferState:
     decoding: Event | None = None  # of what came back encoded, on the device
     target: Target | None = None  # the device memory that it fills
     payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
-    spare_bytes = 0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
-    raw_from = 0  # of the pinned memory with a payload that has overflowed: there the values begin
+    spare_bytes: int = (
+        0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
+    )
+    raw_from: int = 0  # of the pinned memory with a payload that has overflowed: there the values begin
     loaded: torch.Tensor | None = None
     """What came back. See Note: [Buffers belong to the tensor] in `tensors.region`."""
-    keep_resident = False  # backward is near: keep the bytes when the store ends
-    forwarded = False  # backward got it while it was being stored; counted
-    prefetched = False  # loaded, or being loaded, before backward asked for it
+    keep_resident: bool = False  # backward is near: keep the bytes when the store ends
+    forwarded: bool = False  # backward got it while it was being stored; counted
+    prefetched: bool = False  # loaded, or being loaded, before backward asked for it
 
     @property
     def staged_bytes(self) -> int:

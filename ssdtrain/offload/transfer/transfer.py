@@ -67,7 +67,7 @@ class Transfer(Protocol):
         """Queue the copy of the region, which has no payload, to its slot, which is pinned. Returns its end."""
 
     def depart(self, region: Region) -> None:
-        """Let the stream of a region that is being stored wait for its copy: then its tensor may be emptied."""
+        """Let the stream of a region wait for its store, whose copy has not ended: then its tensor may be emptied."""
 
     def give_back(self, region: Region) -> None:
         """Return the staging buffer of the region once no copy uses it."""

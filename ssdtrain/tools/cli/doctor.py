@@ -217,6 +217,7 @@ def extensions() -> Iterator[Finding]:
             "signals deferred",
             "after an exception of a signal handler (Ctrl-C) a new runtime has to be created",
         ),
+        "storage._records": ("C records", "hooks that take longer, by Python"),
         "device._streams": ("copies on CUDA", "hooks that take longer, by Python"),
         "codecs._native": ("C codecs", "slower, by plain torch"),
     }
