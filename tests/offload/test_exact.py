@@ -169,3 +169,24 @@ def test_a_plan_counts_the_bytes_that_are_moved(make_runtime: MakeRuntime) -> No
         (tier,) = derating.machine(runtime.engine).tiers
         rates[codec] = tier.write / derating.rates.write
     assert rates["off"] == 1 and rates["exact"] == pytest.approx(1 / 0.766, rel=1e-3)
+
+
+def test_what_is_decoded_as_it_comes_back_takes_no_more_than_what_is_not(make_runtime: MakeRuntime) -> None:
+    """1. all stores have left the device, and no write has begun; 2. backward has them from the buffers."""
+    runtime = make_runtime(Variant("staged", {"buffer": "64MiB"}, staged=True), codec="exact")
+    tensor = 2 * COUNT
+    for _ in range(2):
+        runtime.offload.store.pool.hold(reads=False)
+        came: list[torch.Tensor] = []
+        y = torch.ones(1, requires_grad=True)
+        with runtime.forward():
+            for _ in range(64):
+                y = SaveGiven.apply(y, torch.randn(COUNT).bfloat16(), came)
+        runtime.engine.meter.reset_peak()
+        y.sum().backward()
+        found = runtime.statistics().offload
+        runtime.offload.store.pool.release()
+        runtime.step_end()
+    limit = runtime.engine.mover.departures.limit
+    assert limit >= 4 * tensor and found.encoded_bytes > 100 * tensor
+    assert found.activation_peak_bytes - found.buffer_bytes <= limit + tensor

@@ -256,12 +256,15 @@ class Prefetcher:
         beyond = self._ahead[-1] if self._ahead_bytes > max(self.limit, mover.departures.limit) else None
         in_order = True
         for place, region in enumerate(islice(self._ahead, len(self._taken), None), len(self._taken)):
+            transfer = region.transfer
+            state = transfer.state
             taken = 0 if region.pointer else region.nbytes  # it is in its tensor
+            departed = taken and transfer.payload is None and state in (State.STAGED, State.STORING)
+            if departed and transfer.codec is not None:
+                taken += transfer.stored_bytes  # decoded as it comes: its payload is there beside it
             room -= taken
             if place and (room < 0 or region is beyond):
                 break
-            transfer = region.transfer
-            state = transfer.state
             if not taken:
                 pass
             elif transfer.pinned:

@@ -1,0 +1,90 @@
+"""The allocator's peak with the codec `exact` is that without, also where the link is slower than the model.
+
+The codec's C runs on the device's memory in place of Triton's kernels: the reference in plain torch takes memory of its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from pathlib import Path
+
+import emulated_cuda
+import pytest
+import torch
+
+import ssdtrain
+from benchmarks.emulated_device import digest, model_of, tokens_of
+from ssdtrain.codecs import native
+from ssdtrain.codecs.base import HeaderFlags, Key
+from ssdtrain.codecs.exact import Exact, _coded
+from ssdtrain.config.units import MiB
+
+SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 256, "batch": 16, "vocabulary": 1572}
+"""Logits are larger than all that may be on its way off the device, as those of large models are."""
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a device's tensor, when its stream has passed all before."""
+    torch.cuda.current_stream().synchronize()
+    host_address = emulated_cuda.runtime().emulated_host_address
+    host_address.restype, host_address.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    memory = (ctypes.c_uint8 * tensor.nbytes).from_address(host_address(tensor.data_ptr()))
+    return torch.frombuffer(memory, dtype=tensor.dtype)
+
+
+def behind(values: torch.Tensor, body: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What whole groups leave of values, which is copied, and its place."""
+    coded, nbytes = _coded(values.numel(), values.dtype)
+    rest = on_host(values)[coded:].view(torch.uint8)
+    return rest, on_host(body)[nbytes : nbytes + rest.numel()]
+
+
+@pytest.fixture(autouse=True)
+def codec_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def encode(codec: Exact, flat: torch.Tensor, body: torch.Tensor, key: Key | None) -> HeaderFlags:
+        rest, place = behind(flat, body)
+        place.copy_(rest)
+        return native.exact_encode(on_host(flat)[: _coded(flat.numel(), flat.dtype)[0]], on_host(body))
+
+    def decode(codec: Exact, body: torch.Tensor, out: torch.Tensor, accumulate: bool) -> None:
+        rest, place = behind(out, body)
+        rest.copy_(place)
+        native.exact_decode(on_host(body), on_host(out)[: _coded(out.numel(), out.dtype)[0]])
+
+    monkeypatch.setattr(Exact, "_encode", encode)
+    monkeypatch.setattr(Exact, "_decode", decode)
+
+
+def trained(codec: str, directory: Path) -> tuple[int, str]:
+    """The peak of the last of three steps, in bytes, and the weights' digest."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    model = model_of("gpt", SHAPE).bfloat16()
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    section = {"directories": str(directory), "amount": "all", "min_bytes": "64KiB", "buffer": "256MiB"}
+    with ssdtrain.attach(
+        model, {"offload": {**section, "codec": codec}, "report": {"interval": 0}}
+    ) as runtime:
+        for step in range(3):
+            tokens = tokens_of(SHAPE, step, 0)
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(tokens, tokens).backward()
+            torch.cuda.synchronize()
+            peak = torch.cuda.max_memory_allocated()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = runtime.statistics().offload
+        assert (codec == "off") == (found.uncoded_bytes == 0)
+    return peak - before, digest(list(model.parameters()))
+
+
+@pytest.mark.parametrize("gbps", [4.0, 0.1])
+def test_the_peak_is_that_without_a_codec(gbps: float, tmp_path: Path) -> None:
+    with emulated_cuda.settings(delay_ms=1.0, h2d_gbps=gbps, d2h_gbps=gbps):
+        plain, weights = trained("off", tmp_path)
+        peak, others = trained("exact", tmp_path)
+    assert others == weights
+    assert peak <= 1.02 * plain, f"{peak / MiB:.1f} MiB, {plain / MiB:.1f} without"
