@@ -32,6 +32,7 @@ The pack figures are those of `benchmarks.pack_hook.on_device`, run in the same 
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import importlib
 import json
@@ -318,6 +319,7 @@ def main_of_rank(directory: str, kind: str, layout: str, shape: Shape) -> None:
     found: dict[str, Any] = {}
     with emulated_cuda.settings(**LATE):
         for way, offload in (("keep", None), ("offload", section)):
+            gc.collect()  # cycles of the run before hold its model, and blocks of it segments
             torch.cuda.empty_cache()
             record, weights, metrics = train(kind, layout, shape, offload)
             found[way] = {"losses": record.losses, "weights": weights, "steps": record.steps}

@@ -36,7 +36,7 @@ def churn(store: SpillStore, arena: Arena, seed: int, rounds: int) -> dict[str, 
         try:
             write.wait(60)
             counts["written"] += 1
-            if slot._held:
+            if hasattr(slot, "_held"):
                 live.append((slot, nbytes, which))
         except IOCancelled:
             counts["cancelled"] += 1
