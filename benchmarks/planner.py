@@ -97,7 +97,8 @@ class Trial:
             if self.auto.problem is not None:
                 break
         assert self.auto.problem is not None, "nothing was written to the drive"
-        self.problem: SearchProblem = self.auto.problem
+        # Of whole blocks, since all plans are tried.
+        self.problem: SearchProblem = replace(self.auto.problem, by_parts=False)
         self.auto.detach()  # what it planned is not followed: plans are carried out one after the other
         policy = self.engine.policy
         assert isinstance(policy, BlockPolicy)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -49,8 +49,12 @@ def run(load: Load, plan: Sequence[str], *, memory: bool = False) -> tuple[Run, 
     policy = AdaptivePolicy()
     actions: list[Action] = []
     for action in plan:
-        one = OFFLOAD if action == "offload" else KEEP
-        actions += [one] * (1 if action == "recompute" else OPERATORS)
+        name, _, shares = action.partition(":")
+        one = OFFLOAD if name == "offload" else KEEP
+        if shares:
+            actions += [one if int(share) else KEEP for share in shares]
+        else:
+            actions += [one] * (1 if action == "recompute" else OPERATORS)
     policy.follow({0: actions})
     options = EngineOptions(
         min_bytes=1024, in_flight=load.in_flight, buffer=load.buffer, prefetch=load.buffer // 2, staged=True
@@ -112,7 +116,7 @@ def problem_of(load: Load, machine: step.Machine) -> SearchProblem:
             )
         )
     order = [step.Pass("forward" if kind == "forward" else "backward", number) for kind, number in load.order]
-    return SearchProblem([blocks], order, machine, actions_for(machine))
+    return SearchProblem([blocks], order, machine, actions_for(machine), by_parts=True)
 
 
 def memory_panels() -> list[MemoryPanel]:
@@ -127,7 +131,7 @@ def memory_panels() -> list[MemoryPanel]:
         limit = round(again + 0.4 * (kept - again))
         other: tuple[str, ...] = ("recompute", "recompute", "offload", "keep")
         if drive < 10:
-            other = search(problem, Limits(limit))[0].actions
+            other = search(replace(problem, by_parts=False), Limits(limit))[0].actions
         most = limit if drive < 10 else None
         cases = [(("offload",) * BLOCKS, whole, None), (other, run(load, other, memory=True)[0], most)]
         for plan, found, bound in cases:
@@ -157,7 +161,7 @@ def against_all(load: Load) -> dict[str, Any]:
     for share in (0.2, 0.4, 0.6, 0.8):
         limit = round(again.peak + share * (kept.peak - again.peak))
         try:
-            choice = found[search(problem, Limits(limit))[0].actions]
+            choice, _ = run(load, search(problem, Limits(limit))[0].actions)
         except NoPlan:
             continue
         best = min(one.seconds for one in found.values() if one.peak <= limit)

@@ -15,12 +15,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.simulated_device import GPT_OPERATORS, GPT_PARTS
 from ssdtrain.config.units import GiB
 from ssdtrain.planner.finder import Goal, PlanFinder
 from ssdtrain.planner.joint import StateCosts
-from ssdtrain.planner.model.types import Block, Link, Machine, one_after_the_other
+from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import SearchProblem, actions_for, kept_step, play
 from ssdtrain.state.plan import StateChunk
+from ssdtrain.tools.whatif.cluster_job import transfer_budgets
 
 __all__ = ["simulated"]
 
@@ -58,20 +60,33 @@ def _problem(gpu: Gpu, batch: int) -> SearchProblem:
     parameters = 12 * HIDDEN * HIDDEN
     forward = (2 * parameters + 4 * SEQUENCE * HIDDEN) * tokens / gpu.flops
     saved, inputs = 34 * tokens * HIDDEN, 2 * tokens * HIDDEN  # with attention that saves no scores
+    parts = tuple(
+        Block(
+            "",
+            share * forward,
+            2 * share * forward,
+            part * saved // GPT_PARTS,
+            first_operator=share * forward,
+        )
+        for part, share in GPT_OPERATORS
+    )
     blocks = [
-        Block(f"h.{number}", forward, 2 * forward, saved, recompute=forward, inputs=inputs, fixed=0)
+        Block(f"h.{number}", forward, 2 * forward, saved, recompute=forward, inputs=inputs, parts=parts)
         for number in range(gpu.layers)
     ]
     head = 2 * VOCABULARY * HIDDEN * tokens / gpu.flops
     logits = 6 * tokens * VOCABULARY  # bf16, and in float32
     blocks.append(Block("head", head, 2 * head, 0, small=logits))
-    machine = Machine((), Link(gpu.link, gpu.link))
+    tier, link = Tier("host", gpu.link, gpu.link), Link(gpu.link, gpu.link)
+    machine = Machine((tier,), link, **transfer_budgets(blocks))
     nbytes = 2 * parameters
     # Gradients leave as they are made; parameters that stay come back from the host after their step, as those that pass.
     chunks = [StateChunk(f"h.{number}", nbytes, nbytes, nbytes, 2 * nbytes) for number in range(gpu.layers)]
     fixed = 4 * VOCABULARY * HIDDEN
     state = StateCosts(chunks, fixed)
-    return SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), state=state)
+    return SearchProblem(
+        [blocks], one_after_the_other(), machine, actions_for(machine), by_parts=True, state=state
+    )
 
 
 def _seconds_of_adam(gpu: Gpu) -> float:
@@ -116,7 +131,7 @@ def joint_plan(gpu: Gpu, batch: int, limit: int) -> tuple[float, str]:
     )
 
 
-def simulated(batches: Sequence[int] = (1, 4, 16)) -> dict[str, Any]:
+def simulated(batches: Sequence[int] = (1, 4, 8, 16)) -> dict[str, Any]:
     """For each GPU and batch at which ZeRO-Offload fits: the throughput over it, and the most that any plan could have."""
     rows: list[dict[str, Any]] = []
     for gpu in GPUS:

@@ -42,6 +42,7 @@ def of_drive(speed: float) -> dict[str, Any]:
     choices = [[problem.actions["keep"]] * BLOCKS]
     predicted = simulate(problem.chunks, choices, problem.order, machine, steps=2).seconds
     auto: Plan = search(problem, Limits(seconds=predicted * (1 + SLOWDOWN)), Objective(0, 1))[0].actions
+    chosen = {auto: run(load, auto)[0]}  # blocks may leave in part
     at_limits, over_best = [], []
     for share in LIMITS:
         limit = round(again.peak + share * (kept.peak - again.peak))
@@ -50,12 +51,12 @@ def of_drive(speed: float) -> dict[str, Any]:
         except NoPlan:
             continue
         at_limits.append(choice)
-        over_best.append(
-            found[choice].seconds / min(one.seconds for one in found.values() if one.peak <= limit)
-        )
+        chosen[choice], _ = run(load, choice)
+        best = min(one.seconds for one in found.values() if one.peak <= limit)
+        over_best.append(chosen[choice].seconds / best)
 
     def point(plan: Plan) -> dict[str, Any]:
-        one = found[plan]
+        one = found[plan] if plan in found else chosen[plan]
         return {"plan": " ".join(plan), "peak": one.peak / kept.peak, "speed": kept.seconds / one.seconds}
 
     return {

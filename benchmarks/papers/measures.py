@@ -6,9 +6,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.finder import HIDDEN
 from ssdtrain.planner.model.types import Block, Machine, Tier
-from ssdtrain.planner.plans import Limits, NoPlan, kept_step, play
+from ssdtrain.planner.plans import HIDDEN, Limits, NoPlan, kept_step, play
 from ssdtrain.planner.search import search
 from ssdtrain.text import YEAR_SECONDS
 from ssdtrain.tools.whatif.cluster import plan_job, problem_of

@@ -27,7 +27,7 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.execute import BlockActions, BlockPolicy, recomputed_meanwhile
 from ssdtrain.planner.joint import StateProfile
-from ssdtrain.planner.model.types import Block, Pass
+from ssdtrain.planner.model.types import DEVICE, Block, Pass
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 from ssdtrain.planner.profile import (
@@ -223,8 +223,12 @@ class Blocks(PlanSubject):
         return ""
 
     def moves(self) -> bool:
-        plan = self.controller.plan
-        return plan is not None and plan.count("ssd") + plan.count("host") > 0
+        plan, problem = self.controller.plan, self.controller.problem
+        return (
+            plan is not None
+            and problem is not None
+            and any(problem.choice(name).tier != DEVICE for name in plan.actions)
+        )
 
     # Profiling
 

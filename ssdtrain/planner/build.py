@@ -20,11 +20,12 @@ from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.planner.blocks import Blocks
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.execute import BlockPolicy
-from ssdtrain.planner.finder import EQUAL, Goal
+from ssdtrain.planner.finder import Goal
 from ssdtrain.planner.joint import StateProfile, same_drives
 from ssdtrain.planner.model.types import Link
 from ssdtrain.planner.plan_blocks import PlanBlocks
 from ssdtrain.planner.plan_metrics import PlanMetrics
+from ssdtrain.planner.plans import EQUAL
 from ssdtrain.planner.regions import AdaptivePolicy, Regions
 from ssdtrain.planner.subject import PlanSubject
 from ssdtrain.state.feature import ModelState

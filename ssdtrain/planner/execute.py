@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from ssdtrain.codecs.base import FLOATS
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
+from ssdtrain.planner.plans import shares_of
 from ssdtrain.planner.profile import MeasuredBlock, kind_of
 from ssdtrain.planner.recompute.modules import recompute_modules
 from ssdtrain.planner.recompute.trials import Recomputations
@@ -27,6 +29,27 @@ ACTIONS = {
     "host": Action(True, tier="host"),
     "ssd": Action(True, tier="ssd"),
 }
+
+
+NO_PARTS: Mapping[str, Sequence[tuple[str, Action]]] = MappingProxyType({})
+
+
+class _InTurn:
+    """What happens to what a module of a block saves in a forward, in order.
+
+    Attributes:
+        actions: for the first regions; others are offloaded: memory must not run out first.
+        count: of regions so far.
+    """
+
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.count = 0
+
+    def next(self) -> Action:
+        """Return the action for the next region."""
+        count, self.count = self.count, self.count + 1
+        return self.actions[count] if count < len(self.actions) else OFFLOAD
 
 
 class BlockPolicy:
@@ -55,18 +78,32 @@ class BlockPolicy:
         self._payloads: dict[tuple[Running, ...], list[int]] = {}
         self.follow(actions, rest)
 
-    def follow(self, actions: Mapping[str, str], rest: str = "keep", *, expected: int | None = None) -> None:
+    def follow(
+        self,
+        actions: Mapping[str, str],
+        rest: str = "keep",
+        *,
+        expected: int | None = None,
+        parts: Mapping[str, Sequence[tuple[str, Action]]] = NO_PARTS,
+    ) -> None:
         """Do this from the next forward on. Called between steps.
 
         Args:
             expected: bytes that the largest forward saves then; None: what the first ones save.
+            parts: of blocks that leave in part, the modules that save and what happens to it, in order. What a module saves
+                beyond that is offloaded.
         """
         unknown = sorted({*actions.values(), rest} - set(self._allowed))
         if unknown:
             raise ValueError(f"the plan has the actions {unknown}; allowed: {', '.join(self._allowed)}")
         self._actions = {name: self._allowed[action] for name, action in actions.items()}
         self._rest = self._allowed[rest]
-        self._known: dict[tuple[Running, ...], Action] = {}
+        self._known: dict[tuple[Running, ...], Action | _InTurn] = {}
+        self._in_turn: dict[tuple[str, str], _InTurn] = {}
+        for block, regions in parts.items():
+            for module, action in regions:
+                self._in_turn.setdefault((block, module), _InTurn()).actions.append(action)
+        self._parts, self._position = frozenset(parts), -1
         self._expected, self._sizes = expected, ForwardSizes()
 
     def encoded_ratio(self, block: str) -> float:
@@ -88,15 +125,29 @@ class BlockPolicy:
         sizes[1] += payload
 
     def decide(self, saved: SavedTensorInfo) -> Action:
+        if saved.position <= self._position:
+            for one in self._in_turn.values():  # another forward
+                one.count = 0
+        self._position = saved.position
+        found = self._known.get(saved.modules)
+        if found is None:
+            found = self._known[saved.modules] = self._action_of(saved.modules)
+        if isinstance(found, _InTurn):
+            found = found.next()
         if saved.nbytes < self._least:
             return KEEP
         if self._codec is not None and self._expected is None:
             self._count_payload(saved)
-        found = self._known.get(saved.modules)
-        if found is None:
-            named = (self._actions.get(module.name) for module in saved.modules)
-            found = self._known[saved.modules] = next((action for action in named if action), self._rest)
         return found
+
+    def _action_of(self, modules: tuple[Running, ...]) -> Action | _InTurn:
+        """What happens to what is saved in these modules."""
+        for module in modules:
+            if module.name in self._parts:
+                return self._in_turn.get((module.name, modules[-1].name), OFFLOAD)
+            if action := self._actions.get(module.name):
+                return action
+        return self._rest
 
     def observe(self, forward: ForwardProfile) -> None:
         self._sizes.add(forward.saved_bytes)
@@ -129,6 +180,16 @@ def recomputed_meanwhile(blocks: Mapping[str, nn.Module], impure: Container[str]
         *(name for name, block in blocks.items() if next(block.buffers(), None) is not None),
     }
     return frozenset(name for name in blocks if name not in kept and name not in impure)
+
+
+def _regions(piece: MeasuredBlock, action: str) -> list[tuple[str, Action]]:
+    """The modules that save a block's regions, and what happens to each under an action of `in_part`."""
+    found, shares = [], shares_of(action)
+    for number, modules in enumerate(piece.modules):
+        share = shares[number] if number < len(shares) else 0.0
+        what = KEEP if not share else OFFLOAD if share == 1 else Action(True, part=share)
+        found += [(module, what) for module in modules]
+    return found
 
 
 class BlockActions:
@@ -181,8 +242,9 @@ class BlockActions:
         self.compress(name for name, action in actions.items() if action == "compress")
         leaving = {"ssd": "offload", "host": "offload", "encode": "encode"}
         followed = {name: leaving[action] for name, action in actions.items() if action in leaving}
+        parts = {piece.name: _regions(piece, action) for piece, action in pairs if shares_of(action)}
         expected = sum(piece.saved_by(action) for piece, action in pairs)
-        self._policy.follow(followed, expected=max(expected, at_most))
+        self._policy.follow(followed, expected=max(expected, at_most), parts=parts)
 
     def profile(self, recomputed: Iterable[str], *, offload: bool, tried: Iterable[str] = ()) -> None:
         """While steps are profiled: recompute these blocks, and offload or keep all that is saved.

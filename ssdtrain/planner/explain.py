@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from ssdtrain.config.units import GiB
-from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, StepTimeline
+from ssdtrain.planner.model.types import DEVICE, KEPT, Block, BlockTimes, Choice, StepTimeline
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
 from ssdtrain.planner.search import search
 from ssdtrain.text import duration_text, gain_text, rate_text, size_text, with_cause
@@ -121,8 +121,8 @@ def plan_table(
         several = f"chunk {number}: " if len(problem.chunks) > 1 else ""
         groups: dict[tuple[str, str, str], list[_Row]] = {}
         for block, action, took in zip(blocks, actions, times, strict=False):
-            row = _Row(problem, block, action, took, *_place_of(modules.get(block.name, block.name)))
-            groups.setdefault((row.module, row.action, row.why), []).append(row)
+            for row in _rows(problem, block, action, took, modules):
+                groups.setdefault((row.module, row.action, row.why), []).append(row)
         lines += [f"  {several}{_group_text(group)}" for group in groups.values()]
     what, passes = "activation peak", "forward and backward"
     if best.state is not None and problem.state is not None:
@@ -165,11 +165,12 @@ def _ratio(plan: Plan, kept: StepTimeline) -> float:
 
 
 class _Row(NamedTuple):
-    """A block, the name of its action, what that costs, and where it is."""
+    """A block or a part of one, the name of its action, what that costs, and where it is."""
 
     problem: SearchProblem
     block: Block
     name: str
+    choice: Choice
     times: BlockTimes
     module: str
     """Name of the module, with {} for the number of the layer."""
@@ -177,14 +178,10 @@ class _Row(NamedTuple):
     """Number of the layer; -1: there is none."""
 
     @property
-    def choice(self) -> Choice:
-        return self.problem.choice(self.name)
-
-    @property
     def action(self) -> str:
         """What is done with it, for the line of its group."""
         if not self.problem.only_moves or self.choice.tier == DEVICE:
-            return self.name
+            return self.name if self.choice.share == 1 else f"{self.choice.share:.0%} to {self.name}"
         several = len(self.problem.machine.tiers) > 1
         to = "" if not several else " to host memory" if self.choice.tier == "host" else " to drives"
         return f"offload{to}" if self.choice.share == 1 else f"{self.choice.share:.0%} offloaded{to}"
@@ -209,6 +206,23 @@ class _Row(NamedTuple):
         if self.choice.compress and smaller is not None:
             return smaller.forward + smaller.backward - block.forward - block.backward
         return self.times.store_stall + self.times.load_stall
+
+
+def _rows(
+    problem: SearchProblem, block: Block, action: str, times: BlockTimes, modules: Mapping[str, str]
+) -> Iterator[_Row]:
+    """A block's row, or where it leaves in part those of its parts."""
+    choice, place = problem.choice(action), _place_of(modules.get(block.name, block.name))
+    if not choice.shares:
+        yield _Row(problem, block, action, choice, times, *place)
+        return
+    count = sum(share > 0 for share in choice.shares)
+    each = BlockTimes(times.store_stall / count, times.load_stall / count)
+    for part, share in zip(block.parts, choice.shares, strict=False):
+        if part.saved + part.small:
+            name = action.partition(":")[0] if share else "keep"
+            what = replace(problem.choice(name), share=share) if share else KEPT
+            yield _Row(problem, part, name, what, each, *_place_of(part.name))
 
 
 _REGION = re.compile(r"chunk \d+, region (\d+)")

@@ -26,19 +26,12 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.planner.explain import alternatives
 from ssdtrain.planner.joint import best_with_state
 from ssdtrain.planner.model.types import DEVICE, StepTimeline
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
+from ssdtrain.planner.plans import EQUAL, HIDDEN, Limits, NoPlan, Objective, Plan, SearchProblem
 from ssdtrain.planner.search import search
 
-__all__ = ["EQUAL", "HIDDEN", "DeviceHeadroom", "DeviceMemory", "FoundPlans", "Goal", "PlanFinder"]
+__all__ = ["DeviceHeadroom", "DeviceMemory", "FoundPlans", "Goal", "PlanFinder"]
 
 logger = logging.getLogger("ssdtrain")
-
-HIDDEN = 0.01
-"""Part of the time of a step that keeps everything which transfers may cost where the config says nothing else."""
-
-EQUAL = 0.001
-"""Part of it that counts as nothing where the shortest step is searched for: fewer bytes written are worth more."""
-
 
 LEFT_FREE = 0.05
 """Fraction of the device's memory that is left for fragments and what grows later."""

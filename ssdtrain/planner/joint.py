@@ -22,11 +22,11 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from ssdtrain.planner.derating import Bandwidths, Rates
 from ssdtrain.planner.judge import Judge
 from ssdtrain.planner.model.types import Block, Link, Tier
+from ssdtrain.planner.parts import streamed
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step
 from ssdtrain.state.feature import ModelState
 from ssdtrain.state.plan import CHUNK_BUFFERS, StateChoice, StateChunk
@@ -85,14 +85,10 @@ class StateCosts:
             chunk = passing.get(block.name)
             if chunk is None:
                 return block
-            moved: dict[str, Any] = {
-                "forward_loads": chunk.values,
-                "backward_loads": chunk.values + (chunk.gradients if again else 0),
-                "backward_stores": chunk.gradients,
-            }
+            moved = chunk.values, chunk.values + (chunk.gradients if again else 0), chunk.gradients
             others = {name: getattr(block, name) for name in ("compressed", "encoded")}
-            others = {name: other and replace(other, **moved) for name, other in others.items()}
-            return replace(block, **moved, **others)
+            others = {name: other and streamed(other, *moved) for name, other in others.items()}
+            return replace(streamed(block, *moved), **others)
 
         there = self.fixed + sum(chunk.staying for chunk in staying)
         machine = replace(

@@ -60,13 +60,20 @@ class PlanMetrics(MetricSet):
         self.compressed_blocks = sum(choice.compress for choice in choices)
         self.encoded_blocks = sum(choice.encode for choice in choices)
         offloaded = [
-            round(block.saved * choice.share)
+            _offloaded(block, choice)
             for block, choice in zip(blocks, choices, strict=True)
             if choice.tier != DEVICE and not choice.recompute
         ]
         self.offloaded_blocks, self.planned_bytes = len(offloaded), sum(offloaded)
         self.predicted_peak_bytes = predicted.peak_bytes
         self.predicted_step_ratio = predicted.seconds / kept.seconds
+
+
+def _offloaded(block: Block, choice: Choice) -> int:
+    """Bytes that it saves and that leave."""
+    if choice.shares:
+        return sum(round(share * part.saved) for share, part in zip(choice.shares, block.parts, strict=False))
+    return round(block.saved * choice.share)
 
 
 class PeakLimit:

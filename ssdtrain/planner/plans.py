@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copyreg
+import functools
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from ssdtrain import ranks
@@ -28,18 +30,53 @@ if TYPE_CHECKING:
     from ssdtrain.state.plan import StateChoice
 
 __all__ = [
+    "EQUAL",
+    "HIDDEN",
+    "SHARES",
     "Limits",
     "NoPlan",
     "Objective",
     "Plan",
     "SearchProblem",
     "actions_for",
+    "in_part",
     "kept_step",
     "play",
+    "shares_of",
     "warn_outgrown",
 ]
 
 logger = logging.getLogger("ssdtrain")
+
+HIDDEN = 0.01
+"""Part of the time of a step that keeps everything which transfers may cost where the config says nothing else."""
+
+EQUAL = 0.001
+"""Part of it that counts as nothing where the shortest step is searched for: fewer bytes written are worth more."""
+
+SHARES = 8
+"""Number of equal shares in which a large tensor may be offloaded."""
+
+
+def in_part(action: str, shares: Sequence[int]) -> str:
+    """The name of an action that offloads some of a block's parts.
+
+    Args:
+        action: what offloads all of it.
+        shares: how many eighths of each part leave.
+    """
+    return f"{action}:{''.join(map(str, shares))}"
+
+
+def shares_of(action: str) -> tuple[float, ...]:
+    """The share of each part of a block that leaves under an action of `in_part`; of another one empty."""
+    return tuple(int(share) / SHARES for share in action.partition(":")[2])
+
+
+@functools.lru_cache(4096)
+def _in_part(choice: Choice, action: str) -> Choice:
+    """The choice of an action of `in_part`, from that of the action which offloads all."""
+    return replace(choice, shares=shares_of(action))
 
 
 def warn_outgrown(error: NoPlan) -> None:
@@ -65,6 +102,7 @@ class SearchProblem:
         steps: that are simulated; the last one is judged, which begins while transfers of those before are under way.
         parts: by name, offload of ever larger shares of a block to the first tier: for blocks that are so large that all or
             nothing is too coarse.
+        by_parts: which of `Block.parts` leave is a part of the question: a plan may have actions of `in_part`.
         beside: bytes that are on the device all the time, and in no block.
         after: seconds of a step after its passes: the optimizer.
         state: model state that comes and goes, which a plan decides about too (`ssdtrain.planner.joint`); None: there is none.
@@ -80,6 +118,7 @@ class SearchProblem:
     always: frozenset[int] = frozenset()
     steps: int = 1
     parts: Mapping[str, Choice] = field(default_factory=dict)
+    by_parts: bool = False
     beside: int = 0
     after: float = 0.0
     state: StateCosts | None = None
@@ -103,7 +142,11 @@ class SearchProblem:
 
     def choice(self, action: str) -> Choice:
         """What the action of this name does."""
-        return self.parts[action] if action in self.parts else self.actions[action]
+        if action in self.actions:
+            return self.actions[action]
+        if action in self.parts:
+            return self.parts[action]
+        return _in_part(self.actions[action.partition(":")[0]], action)
 
     def choices(self, actions: Sequence[str]) -> list[list[Choice]]:
         """[chunk][block], of the names of actions over all chunks."""
@@ -203,9 +246,10 @@ class Plan:
         return self.actions.count(action)
 
     def summary(self) -> str:
-        """Such as "5 keep, 7 ssd"."""
-        names = dict.fromkeys(self.actions)
-        return ", ".join(f"{self.count(name)} {name}" for name in names)
+        """Such as "5 keep, 7 ssd, 2 ssd in part"."""
+        pairs = (action.partition(":") for action in self.actions)
+        names = Counter(f"{name} in part" if shares else name for name, _, shares in pairs)
+        return ", ".join(f"{count} {name}" for name, count in names.items())
 
 
 class NoPlan(ValueError):
@@ -269,13 +313,21 @@ class NoPlan(ValueError):
 
 
 def _parts(plan: Plan, blocks: Sequence[Block]) -> dict[str, int]:
-    kept = sum(b.saved for b, action in zip(blocks, plan.actions, strict=True) if action == "keep")
+    kept = sum(_staying(b, action) for b, action in zip(blocks, plan.actions, strict=True))
     inputs = sum(b.inputs for b, action in zip(blocks, plan.actions, strict=True) if action == "recompute")
     fixed = sum(b.fixed for b in blocks)
     known = {"kept of each microbatch": kept, "inputs of recomputed blocks": inputs, "always there": fixed}
     largest = max(blocks, key=lambda b: b.saved + b.backward_transient)
     known["the largest block while its backward runs"] = largest.saved + largest.backward_transient
     return known
+
+
+def _staying(block: Block, action: str) -> int:
+    """Bytes of what it saves that stay where they are."""
+    if shares := shares_of(action):
+        leaving = sum(round(share * part.saved) for share, part in zip(shares, block.parts, strict=False))
+        return block.saved - leaving
+    return block.saved if action == "keep" else 0
 
 
 def actions_for(

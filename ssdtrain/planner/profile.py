@@ -18,7 +18,8 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ssdtrain.planner.model.types import KEPT, Block, Choice, Machine, Pass
-from ssdtrain.planner.plans import SearchProblem, actions_for
+from ssdtrain.planner.parts import runs
+from ssdtrain.planner.plans import SHARES, SearchProblem, actions_for
 from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.spans import BlockSpan
 from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
@@ -46,9 +47,6 @@ VARIES = 1.05
 
 MOST_PASSES = 512
 """Parts of blocks times passes that the cost model plays at a time."""
-
-SHARES = 8
-"""Number of equal shares in which a large block may be offloaded."""
 
 ALIKE = 0.9
 """Fraction of the bytes of the largest recorded forward that another one needs for its times to count."""
@@ -154,7 +152,7 @@ def _blocks(tape: TapeTimes, most: int, finest: int) -> tuple[list[Block], list[
     """Make at most `most` blocks that are decided about, played in at most `finest` parts: several transfers may be under way
     where one of them together would not fit into the buffers."""
     sizes = [region.nbytes for region in tape.regions]
-    finer, spans = _runs(sizes, finest), _runs(sizes, most)
+    finer, spans = runs(sizes, finest), runs(sizes, most)
     blocks: list[Block] = []
     for begin, end in spans:
         inside = [
@@ -185,12 +183,14 @@ class MeasuredBlock:
         name: of the block; "": outside of all.
         pure: it may be recomputed.
         recomputed: it was, when it was measured: its saved bytes are its inputs only.
+        modules: names of the modules that saved the regions of each of its parts, in order. Empty: they are not known.
     """
 
     name: str
     block: Block
     pure: bool = False
     recomputed: bool = False
+    modules: tuple[tuple[str, ...], ...] = ()
 
     def saved_by(self, action: str) -> int:
         """Bytes that it saves under an action of the plan."""
@@ -243,6 +243,7 @@ def pieces(
         every = sum(region.nbytes for region in regions)
         saved = sum(region.nbytes for region in regions if region.nbytes >= least)
         again = min(forward, max(0.0, last - began - stall))
+        parts, modules = _parts(span, regions, again, forward, held[number], least)
         block = Block(
             span.name,
             forward,
@@ -255,9 +256,9 @@ def pieces(
             loading=sum(region.loading for region in regions),
             held=sum(tape.regions[index].nbytes for index in held[number]),
             held_blocks=max(held[number].values(), default=0),
-            parts=_parts(span, regions, again, forward, held[number], least),
+            parts=parts,
         )
-        found.append(MeasuredBlock(span.name, block, span.pure, was))
+        found.append(MeasuredBlock(span.name, block, span.pure, was, modules))
         computed += forward
         at = span.end
     found.append(_outside(tape.regions[at:], len(found)))
@@ -294,8 +295,8 @@ def _parts(
     forward: float,
     held_to: Mapping[int, int],
     least: int,
-) -> tuple[Block, ...]:
-    """A block's regions, some neighbours taken together, and the time after the last one.
+) -> tuple[tuple[Block, ...], tuple[tuple[str, ...], ...]]:
+    """A block's regions, some neighbours taken together, and the time after the last one. And `MeasuredBlock.modules`.
 
     Args:
         again: seconds to the last region.
@@ -304,17 +305,18 @@ def _parts(
         least: see `pieces`.
     """
     if len(regions) < 2:
-        return ()
+        return (), ()
     later = sum(region.forward for region in regions[1:])
     scale = min(1.0, again / later) if later else 1.0
     seconds = [max(0.0, again - later), *(scale * region.forward for region in regions[1:])]
-    sizes, found = [region.nbytes for region in regions], list[Block]()
-    for begin, end in _runs(sizes, PARTS, first=span.small):
+    sizes, found, modules = [region.nbytes for region in regions], list[Block](), list[tuple[str, ...]]()
+    for begin, end in runs(sizes, PARTS, first=span.small):
+        modules.append(tuple(region.name for region in regions[begin:end]))
         saved = sum(nbytes for nbytes in sizes[begin:end] if nbytes >= least)
         held = [index for index in range(begin, end) if span.begin + index in held_to]
         found.append(
             replace(
-                _joined(span.name, regions, begin, end),
+                _joined(regions[max(range(begin, end), key=sizes.__getitem__)].name, regions, begin, end),
                 forward=sum(seconds[begin:end]),
                 saved=saved,
                 small=sum(sizes[begin:end]) - saved + (0 if begin else span.small),
@@ -324,7 +326,7 @@ def _parts(
             )
         )
     found.append(Block(span.name, forward - again, 0.0, 0))
-    return tuple(found)
+    return tuple(found), tuple(modules)
 
 
 def _outside(regions: Sequence[RegionTimes], number: int) -> MeasuredBlock:
@@ -386,7 +388,7 @@ def measured_blocks(
             saved = like.block.saved - like.block.inputs + piece.block.inputs
             block = replace(block, saved=saved, small=like.block.small, parts=())
             pure = pure and like.pure
-        found.append(MeasuredBlock(piece.name, block, pure, piece.recomputed))
+        found.append(replace(piece, block=block, pure=pure))
     return found
 
 
@@ -519,7 +521,9 @@ def problem_of(
     actions = actions_for(machine, recompute=any(pure), compress=compress, encode=encode)
     never = frozenset(number for number, may in enumerate(pure) if not may)
     always = frozenset(number for number, must in enumerate(again) if must)
-    return SearchProblem([blocks], order, machine, actions, fixed - always, never, always, state=state)
+    return SearchProblem(
+        [blocks], order, machine, actions, fixed - always, never, always, by_parts=True, state=state
+    )
 
 
 # Both
@@ -543,23 +547,6 @@ def _order(record: StepRecord, tapes: Sequence[TapeTimes]) -> list[Pass]:
         for kind, serial, chunk in record.order
         if serial in first
     ]
-
-
-def _runs(sizes: Sequence[int], most: int, first: int = 0) -> list[tuple[int, int]]:
-    """Neighbours taken together, [begin, end), until each run has its share of the bytes: about `most` runs.
-
-    Args:
-        first: bytes of the first run beside these.
-    """
-    share = sum(sizes) / most if len(sizes) > most else 0.0
-    runs: list[tuple[int, int]] = []
-    begin, size = 0, first
-    for position, nbytes in enumerate(sizes):
-        size += nbytes
-        if size >= share or position + 1 == len(sizes):
-            runs.append((begin, position + 1))
-            begin, size = position + 1, 0
-    return runs
 
 
 def _joined(name: str, regions: Sequence[RegionTimes], begin: int, end: int) -> Block:

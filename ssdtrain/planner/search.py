@@ -13,6 +13,11 @@ number last found. In one shape the number of recomputed blocks is narrowed down
 narrowed down again in the best of them; then every twelfth number is tried in all shapes. Numbers whose computation alone takes
 longer than the best plan so far are left out. The best of these plans are then improved by changing one or two blocks.
 
+Where parts of blocks may leave too (`SearchProblem.by_parts`), the blocks that a plan keeps or offloads are cut into units, as
+fine as those of a plan by regions (`ssdtrain.planner.parts`), and which of these leave is searched as above: where no block is
+recomputed, which is the answer of `offload.amount: "auto"`, and beside the recomputed blocks of the best plans. Whole blocks are
+tried from few recomputed ones to many.
+
 Last, where saved tensors are few and large, shares of them are tried: all or nothing of a tensor that is a tenth of a forward
 leaves a drive idle, or the peak higher than it has to be. What stays of a block costs copies and is there twice meanwhile, which
 the cost model counts: a share is taken where the peak sinks by more than `SHARES_GAIN`.
@@ -25,12 +30,15 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 from ssdtrain.planner.judge import Judge, written
-from ssdtrain.planner.model.types import DEVICE, Pass
-from ssdtrain.planner.plans import Limits, Objective, Plan, SearchProblem
+from ssdtrain.planner.model.types import DEVICE, Block, Pass
+from ssdtrain.planner.parts import cut_blocks
+from ssdtrain.planner.plans import EQUAL, HIDDEN, Limits, Objective, Plan, SearchProblem, play
+from ssdtrain.planner.shares import LargeShares
 
 __all__ = ["search"]
 
@@ -51,9 +59,6 @@ MOVES_ONLY = 60_000
 
 RELAXED = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 3.0, 10.0)
 """Slowdowns that the greedy pass allows in turn where a limit of memory asks for more than can be hidden."""
-
-COARSE = 1 / 32
-"""Share of a forward's saved bytes from which on a block may be offloaded in part. Smaller ones are decided as a whole."""
 
 SHARES_GAIN = 0.02
 """Part of the peak of keeping everything by which offloading parts of blocks has to lower it."""
@@ -110,8 +115,8 @@ class _Search:
         self.judge, self.problem, self.limits = judge, judge.problem, judge.limits
         self.objective, self.blocks, self.decided = judge.objective, judge.blocks, judge.decided
         self.plan, problem = judge.plan, judge.problem
-        passes = sum(len(problem.chunks[one.chunk]) for one in problem.order)
-        self.passes = max(1, problem.steps * passes)  # of blocks, in a simulation
+        lengths = [_length(blocks, in_parts=problem.by_parts) for blocks in problem.chunks]
+        self.passes = max(1, problem.steps * sum(lengths[one.chunk] for one in problem.order))
         self.effort, self.begins_greedily = effort, begins_greedily
         effort *= MOVES_ONLY if problem.only_moves else BLOCK_PASSES
         self.simulations = max(int(effort) // self.passes, 50)
@@ -120,15 +125,26 @@ class _Search:
         # What a tier holds between forward and backward.
         self.room = {tier.name: tier.capacity for tier in problem.machine.tiers}
 
-    def run(self, exact: int, runners_up: int) -> list[Plan]:
-        names = list(self.problem.actions)
+    def run(self, exact: int, runners_up: int, *, strict: bool = True) -> list[Plan]:
+        """The best plans, best first.
+
+        Args:
+            strict: raise NoPlan where none keeps to the limits; else there is none then.
+        """
+        names, kept = list(self.problem.actions), self.judge.kept()
         every, only_moves = len(names) ** len(self.decided), self.problem.only_moves
+        asks = self.judge.excess(kept) > 0 or not self.judge.by_time
+        by_parts = self.problem.by_parts and len(self.tiers) == 1 and asks
         if every <= exact and (every <= self.simulations or not only_moves):
-            for chosen in itertools.product(names, repeat=len(self.decided)):
-                self.plan(chosen)
+            if by_parts:
+                self.every_with_parts(names, kept)
+            else:
+                for chosen in itertools.product(names, repeat=len(self.decided)):
+                    self.plan(chosen)
         else:
-            kept = self.judge.kept()
-            if self.judge.excess(kept) or not self.judge.by_time:
+            if asks:
+                if by_parts:
+                    self.in_parts_of_blocks(kept)
                 if only_moves and self.tiers and self.begins_greedily:
                     self.greedy(kept)
                     self.prune()
@@ -139,13 +155,93 @@ class _Search:
                         self.improve(start)
                 if only_moves and self.judge.best is not greedy:
                     self.prune()
+        if by_parts and not self.judge.unbeatable(kept):
+            self.with_fewer_recomputed()
         if self.problem.parts:
             self.in_parts()
-        return self.judge.within()[: 1 + runners_up]
+        return self.judge.within()[: 1 + runners_up] if strict else []
 
     @property
     def exhausted(self) -> bool:
         return len(self.judge.plans) >= self.simulations
+
+    # Parts of blocks
+
+    def every_with_parts(self, names: Sequence[str], kept: Plan) -> None:
+        """Try all plans of whole blocks, the fewest recomputed first, and none whose computation alone takes longer than the
+        best. Parts of blocks are tried where none is recomputed."""
+        others = [name for name in names if name != "recompute"]
+        count = len(self.decided)
+        for recomputed in range(count + 1 if "recompute" in names else 1):
+            if self.too_slow(recomputed, self.limits.seconds) or self.judge.unbeatable(kept):
+                return
+            for places in itertools.combinations(range(count), recomputed):
+                for chosen in itertools.product(others, repeat=count - recomputed):
+                    rest = iter(chosen)
+                    self.plan(["recompute" if place in places else next(rest) for place in range(count)])
+            if not recomputed and not self.judge.unbeatable(kept):
+                self.in_parts_of_blocks(kept)
+
+    def in_parts_of_blocks(self, plan: Plan) -> bool:
+        """Search over the parts of the blocks that `plan` keeps or offloads, as `offload.amount: "auto"` searches over regions.
+        Returns whether what is found is better than all before."""
+        cut, before = cut_blocks(self.problem, plan.actions), self.judge.best
+        machine, rate = self.problem.machine, self.limits.rate
+        write = machine.tiers[0].write
+        limits = replace(self.limits, rate=write if rate is None else min(rate, write))
+        if self.judge.by_time and before is not None and not self.judge.excess(before):
+            limits = replace(limits, seconds=before.seconds)
+        kept = play(cut.problem, ["keep"] * len(cut.begin))
+        if limits.seconds is not None and self.moving(kept) > limits.seconds:
+            return False
+        hidden = max(self.objective.hidden, (1 + EQUAL) * kept.seconds)
+        cases = [(limits, replace(self.objective, hidden=hidden))]
+        # What does not fit in hardly more time may be the lowest peak in little more.
+        if self.judge.by_time and limits.device is not None:
+            most = (1 + HIDDEN) * kept.seconds
+            most = most if limits.seconds is None else min(most, limits.seconds)
+            cases.append((replace(limits, device=None, seconds=most), Objective(0, 1)))
+        for within, objective in cases:
+            judge = Judge(cut.problem, within, objective)
+            judge.plan([cut.begin[number] for number in judge.decided])
+            _Search(judge, self.effort, self.begins_greedily).run(EXACT, 0, strict=False)
+            assert judge.best is not None
+            self.judge.add(play(self.problem, cut.joined(judge.best.actions)))
+            if judge.excess(judge.best) or judge.best.seconds <= hidden:
+                break
+        return self.judge.best is not before
+
+    def moving(self, kept: Plan) -> float:
+        """Seconds that a step takes at least in which what `kept` has above the limit of the device leaves, and comes back."""
+        machine, device = self.problem.machine, self.limits.device
+        nbytes = 0 if device is None else kept.peak - device
+        if machine.link is not None:
+            nbytes -= machine.in_flight  # on the host, and not in the tier
+        seconds = nbytes / machine.tiers[0].write
+        if len(self.problem.order) == 2:  # else other microbatches are written meanwhile
+            seconds += nbytes / machine.tiers[0].read
+        return seconds
+
+    def with_fewer_recomputed(self) -> None:
+        """Search over the parts of blocks beside those that the best plan recomputes (or encodes, or compresses), and beside ever
+        fewer."""
+        away = set(self.tiers)
+
+        def changed(plan: Plan) -> int:
+            names = (plan.actions[number].partition(":")[0] for number in self.decided)
+            return sum(name != "keep" and name not in away for name in names)
+
+        assert self.judge.best is not None
+        found: dict[int, list[Plan]] = {}
+        for plan in self.judge.plans.values():
+            found.setdefault(changed(plan), []).append(plan)
+        failed = 0
+        for count in range(changed(self.judge.best), 0, -1):
+            if count in found:
+                better = self.in_parts_of_blocks(min(found[count], key=self.judge.score))
+                failed = 0 if better else failed + 1
+            if failed == 2:
+                return
 
     # The greedy pass
 
@@ -158,14 +254,24 @@ class _Search:
             within = within if limits.seconds is None else min(within, limits.seconds)
         begin = self.soonest(kept, within)
         found = self.one_pass(begin, within)
-        if limits.device is None or objective.memory or within is None:
+        if limits.device is None or objective.memory or within is None or found.peak <= limits.device:
             return
-        for relaxed in RELAXED:
-            seconds = kept.seconds * (1 + relaxed)
-            if found.peak <= limits.device or (limits.seconds is not None and seconds > limits.seconds):
-                return
-            if seconds > within:
-                found = self.one_pass(begin, seconds)
+        times = [seconds for relaxed in RELAXED if (seconds := kept.seconds * (1 + relaxed)) > within]
+        if limits.seconds is None:
+            for seconds in times:
+                if self.one_pass(begin, seconds).peak <= limits.device:
+                    return
+            return
+        times = [*(seconds for seconds in times if seconds < limits.seconds), limits.seconds]
+        low, high = 0, len(times) - 1
+        if self.one_pass(begin, times[high]).peak > limits.device:
+            return
+        while low < high:
+            middle = (low + high) // 2
+            if self.one_pass(begin, times[middle]).peak <= limits.device:
+                high = middle
+            else:
+                low = middle + 1
 
     def one_pass(self, begin: Sequence[str], seconds: float | None) -> Plan:
         """Offload what `begin` keeps to the first tier that takes anything, as far as the step takes at most `seconds`."""
@@ -248,7 +354,8 @@ class _Search:
             return
         all_of_it = self.objective.memory or (limits.seconds is not None and judge.excess(best) > 0)
         seconds = limits.seconds if all_of_it else max(self.objective.hidden, kept.seconds)
-        found = _Shares(self, best, seconds).lowest()
+        apart = Judge(self.problem, limits, self.objective)
+        found = LargeShares(apart, best, seconds, int(self.effort * MOVES_ONLY) // (2 * self.passes)).lowest()
         if found is None:
             return
         fits = limits.device is not None and found.peak <= limits.device
@@ -293,17 +400,20 @@ class _Search:
             else sum(self.judge.best.actions[n] == "recompute" for n in self.decided)
         )
 
-    def too_slow(self, recomputed: int) -> bool:
-        """Whether its computation alone takes longer than the best plan."""
+    def too_slow(self, recomputed: int, most: float | None = None) -> bool:
+        """Whether its computation alone takes longer than the best plan.
+
+        Args:
+            most: seconds that count where time is not all that does; None: no limit.
+        """
         best = self.judge.best
-        if self.exhausted or best is None or not self.judge.by_time:
-            return self.exhausted
-        if self.judge.excess(best) > 0:
+        if best is None or self.judge.excess(best) > 0:
             return False
+        most = best.seconds if self.judge.by_time else most
         cheapest = sorted(self.blocks[number].recompute for number in self.decided)[:recomputed]
         passes = sum(1 for one in self.problem.order if one.kind == "backward")
         computing = self.judge.kept().timeline.compute_seconds
-        return computing + passes * sum(cheapest) > best.seconds * (1 + 1e-9)
+        return most is not None and computing + passes * sum(cheapest) > most * (1 + 1e-9)
 
     def of_shape(self, recomputed: int, shape: Shape) -> None:
         """Plans with so many recomputed blocks."""
@@ -319,7 +429,7 @@ class _Search:
                 ]
             )
 
-        if self.too_slow(recomputed):
+        if self.exhausted or self.too_slow(recomputed):
             return
         if self.tiers:
             self.bisect(make, len(self.decided) - recomputed)
@@ -424,83 +534,6 @@ class _Search:
                         yield changed
 
 
-class _Shares:
-    """Shares of the large blocks, as numbers of steps from nothing to all, which lower the peak within a time.
-
-    Args:
-        running: what the plan is of.
-        begin: the plan to begin with; blocks that it has in another tier stay there.
-        seconds: of a step, at most; None: no limit.
-    """
-
-    def __init__(self, running: _Search, begin: Plan, seconds: float | None) -> None:
-        problem = running.problem
-        self._judge = Judge(problem, running.limits, running.objective)  # what is tried here is no runner-up
-        self._seconds = seconds
-        self._begin = [begin.actions[number] for number in running.decided]
-        self._left = int(running.effort * MOVES_ONLY) // (2 * running.passes)
-        tier = next(iter(problem.parts.values())).tier
-        away = next(name for name in running.tiers if problem.choice(name).tier == tier)
-        self._names = ["keep", *problem.parts, away]
-        chunks = [sum(one.saved for one in blocks) for blocks in problem.chunks for _ in blocks]
-        self._places = [
-            place
-            for place, number in enumerate(running.decided)
-            if running.blocks[number].saved > COARSE * chunks[number] and self._begin[place] in self._names
-        ]
-        self._best: tuple[tuple[int, int], list[int], Plan] | None = None
-
-    def lowest(self) -> Plan | None:
-        """Change one share or two as long as that lowers the peak, or what is written at the same peak: from the plan to begin
-        with, and from one share of all that is saved first."""
-        if not self._places:
-            return None
-        most = len(self._names) - 1
-        for count in range(len(self._places), 0, -1):
-            for share in range(most, 0, -1):
-                self._try([share] * count + [0] * (len(self._places) - count))
-        given = [self._names.index(self._begin[place]) for place in self._places]
-        self._descend(given if self._best is None else self._best[1])
-        self._descend(given)
-        return None if self._best is None else self._best[2]
-
-    def _try(self, shares: list[int]) -> tuple[tuple[int, int], list[int], Plan] | None:
-        """Return its peak and what it writes, the shares and the plan; None: it takes too long, or no simulation is left."""
-        if self._left <= 0:
-            return None
-        self._left -= 1
-        chosen = list(self._begin)
-        for place, share in zip(self._places, shares, strict=True):
-            chosen[place] = self._names[share]
-        plan = self._judge.plan(chosen)
-        if not self._judge.in_time(plan, self._seconds):
-            return None
-        found = (plan.peak, written(plan)), list(shares), plan
-        if self._best is None or found[0] < self._best[0]:
-            self._best = found
-        return found
-
-    def _descend(self, shares: list[int]) -> None:
-        current = self._try(shares)
-        while current is not None:
-            lowest = current[0]
-            tried = (self._try(changed) for changed in self._neighbours(current[1]))
-            current = next((one for one in tried if one is not None and one[0] < lowest), None)
-
-    def _neighbours(self, shares: list[int]) -> Iterator[list[int]]:
-        most = len(self._names) - 1
-        for place, share in enumerate(shares):
-            for other in range(most, -1, -1):
-                if other != share:
-                    yield [*shares[:place], other, *shares[place + 1 :]]
-        for more, share in enumerate(shares):
-            for less in range(len(shares)):
-                if less != more and share < most and shares[less] > 0:
-                    changed = list(shares)
-                    changed[more], changed[less] = share + 1, shares[less] - 1
-                    yield changed
-
-
 LAYOUTS = ("among recomputed", "among offloaded", "over all", "offloaded first", "offloaded after")
 """Where offloaded and recomputed blocks are. What is kept are the last ones, unless they are spread over all."""
 
@@ -530,6 +563,11 @@ def _spread(name: str, count: int, others: list[str]) -> list[str]:
     rest = iter(others)
     places = {i * total // count for i in range(count)} if count else set()
     return [name if place in places else next(rest) for place in range(total)]
+
+
+def _length(blocks: Sequence[Block], *, in_parts: bool) -> int:
+    """Return how many blocks, or parts of them, a pass of a simulation has."""
+    return sum(len(block.parts) or 1 for block in blocks) if in_parts else len(blocks)
 
 
 def _alive(order: Sequence[Pass]) -> int:

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ssdtrain.device import device_for
-from ssdtrain.planner.finder import EQUAL, HIDDEN, Goal, PlanFinder
+from ssdtrain.planner.finder import Goal, PlanFinder
 from ssdtrain.planner.model.types import Block, Choice, Machine, Pass, StepTimeline
-from ssdtrain.planner.plans import NoPlan, Plan, kept_step
+from ssdtrain.planner.plans import EQUAL, HIDDEN, NoPlan, Plan, kept_step
 from ssdtrain.planner.profile import regions_problem
 
 

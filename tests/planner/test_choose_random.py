@@ -9,7 +9,6 @@ from itertools import product
 import pytest
 
 from ssdtrain.planner import search
-from ssdtrain.planner.finder import HIDDEN
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import (
     KEPT,
@@ -23,6 +22,7 @@ from ssdtrain.planner.model.types import (
     one_after_the_other,
     one_forward_one_backward,
 )
+from ssdtrain.planner.plans import HIDDEN
 from tests.planner.offloads import choose_offloads
 
 SSD = Choice("ssd")

@@ -8,8 +8,8 @@ import pytest
 
 from ssdtrain.offload import policy
 from ssdtrain.planner.derating import Rates, RecentRates
-from ssdtrain.planner.finder import HIDDEN
 from ssdtrain.planner.model.types import KEPT, Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.plans import HIDDEN
 from ssdtrain.planner.profile import Profile
 from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.regions import measure_by_one

@@ -10,11 +10,12 @@ from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.planner.model.timeline import simulate
+from ssdtrain.planner.plans import in_part
 
-ACTIONS = {"k": "keep", "o": "offload", "r": "recompute"}
+ACTIONS = {"k": "keep", "o": "offload", "r": "recompute", "p": in_part("offload", (8, 0, 8, 0, 8, 8, 0, 0))}
 
 
-QUICK = ["kkko", "okkk", "oooo", "orok", "okrk", "rrro"]
+QUICK = ["kkko", "okkk", "oooo", "orok", "okrk", "rrro", "ppkk", "pppp", "prpk", "oppr"]
 EVERY = ["".join(plan) for plan in product("kor", repeat=BLOCKS)]
 
 
@@ -30,7 +31,7 @@ def test_the_predicted_peak_and_time_of_a_plan_are_those_of_the_engine(
         chosen = [ACTIONS[letter] for letter in plan]
         found, machine = run(load, chosen)
         problem = problem_of(load, machine)
-        choices = [[problem.actions[action] for action in chosen]]
+        choices = problem.choices(chosen)
         predicted = simulate(problem.chunks, choices, problem.order, machine, steps=2)
         assert predicted.peak_bytes == pytest.approx(found.peak, rel=0.04), plan
         assert predicted.seconds == pytest.approx(found.seconds, rel=0.1), plan

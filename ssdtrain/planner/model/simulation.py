@@ -36,7 +36,7 @@ from ssdtrain.planner.model.queues import Bounded, Job, Occupancy, PartialReleas
 from ssdtrain.planner.model.streaming import StateStreaming
 from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, Machine
 
-__all__ = ["Simulation", "simulation_of"]
+__all__ = ["Simulation", "brought_back", "largest_two", "simulation_of"]
 
 
 def simulation_of(machine: Machine) -> type[Simulation]:
@@ -123,7 +123,7 @@ class Simulation:
                 self.streaming.used((chunk, owners[index]))
             alive = block.saved + block.small
             if choice.recompute:
-                alive = min(alive, block.inputs + _largest_two(block))
+                alive = min(alive, block.inputs + largest_two(block))
             self.hold(began, alive + block.fixed + block.forward_transient)
             while self.late:
                 self.leave(self.late.pop(), began, late=True)
@@ -338,7 +338,7 @@ class Simulation:
             began = self.now
             if block.backward_transient:
                 self.hold(began, block.backward_transient)
-            whole = _brought_back(block) if choice.recompute else block.saved
+            whole = brought_back(block) if choice.recompute else block.saved
             self.hold(began, whole - saved.nbytes)
             if choice.recompute:
                 self.hold(began, block.small)
@@ -565,13 +565,13 @@ def _first_operator(block: Block, choice: Choice) -> float:
     return block.parts[0].first_operator if block.parts else block.first_operator
 
 
-def _largest_two(block: Block) -> int:
+def largest_two(block: Block) -> int:
     """Bytes: what a forward that saves nothing has of `Block.saved` and `Block.small` at a time, the input and the output of an
     operator."""
     sizes = ((part.saved + part.small) // block.repeats for part in block.parts or (block,))
     return sum(sorted(sizes, reverse=True)[:2])
 
 
-def _brought_back(block: Block) -> int:
+def brought_back(block: Block) -> int:
     """Bytes of `Block.saved` when its forward has run again."""
     return block.inputs + (block.saved - block.inputs) // block.repeats

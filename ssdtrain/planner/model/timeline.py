@@ -18,10 +18,12 @@ back before its backward, as far ahead as `prefetch` and `window` allow. The rul
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from ssdtrain.planner.model.simulation import Simulation, simulation_of
 from ssdtrain.planner.model.types import (
     DEVICE,
+    KEPT,
     RECOMPUTE,
     Block,
     BlockTimes,
@@ -94,12 +96,19 @@ def _expanded(
                 block, choice = block.encoded, RECOMPUTE
             parts = block.parts if moving and block.parts and not choice.recompute else (block,)
             blocks += parts
-            each += [choice] * len(parts)
+            each += _of_parts(choice, len(parts)) if choice.shares else [choice] * len(parts)
             owners += [number] * len(parts)
         all_blocks.append(blocks)
         all_choices.append(each)
         all_owners.append(owners)
     return all_blocks, all_choices, all_owners
+
+
+@lru_cache(4096)
+def _of_parts(choice: Choice, count: int) -> tuple[Choice, ...]:
+    """What happens to each of the `count` parts of a block."""
+    shares = (choice.shares + (0.0,) * count)[:count]
+    return tuple(Choice(choice.tier, share=share) if share else KEPT for share in shares)
 
 
 def _folded(times: Sequence[BlockTimes], owners: Sequence[int]) -> list[BlockTimes]:

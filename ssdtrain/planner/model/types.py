@@ -96,6 +96,8 @@ class Choice:
     """The block is `Block.encoded`."""
     share: float = 1.0
     """Fraction of the bytes that goes to `tier`; the others are copied, and the copy stays on the device."""
+    shares: tuple[float, ...] = ()
+    """The same for each of `Block.parts`, where these differ: 0.0 is a part that stays. Empty: `share` of all."""
 
 
 KEPT = Choice()

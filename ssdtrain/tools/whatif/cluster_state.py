@@ -13,11 +13,12 @@ counted here:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.types import Block
+from ssdtrain.planner.parts import streamed
 from ssdtrain.state.plan import CHUNK_BUFFERS, plan_state
 from ssdtrain.tools.whatif.cluster_job import OPTIMIZER_TRAFFIC, ClusterJob
 
@@ -57,7 +58,7 @@ class StatePlacement:
         found = list(blocks)
         for number, each in enumerate(self.passing, self.persistent):
             added = each["gradients"] if microbatches > 1 and not self.job.cpu_rate else 0
-            found[number] = _streamed(
+            found[number] = streamed(
                 found[number], each["parameters"], each["parameters"] + added, each["gradients"]
             )
         return found
@@ -95,21 +96,6 @@ class StatePlacement:
         if self.job.state != "ssd":
             return 0
         return self.away - sum(each["gradients"] for each in self.passing)
-
-
-def _streamed(block: Block, forward_loads: int, backward_loads: int, backward_stores: int) -> Block:
-    """The block with loads and stores: those of backward begin with its last part."""
-    parts = block.parts
-    if len(parts) > 1:
-        first = replace(parts[0], forward_loads=forward_loads, backward_stores=backward_stores)
-        parts = (first, *parts[1:-1], replace(parts[-1], backward_loads=backward_loads))
-    return replace(
-        block,
-        parts=parts,
-        forward_loads=forward_loads,
-        backward_loads=backward_loads,
-        backward_stores=backward_stores,
-    )
 
 
 def placements(job: ClusterJob, last: bool) -> list[StatePlacement]:
