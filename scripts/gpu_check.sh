@@ -57,7 +57,7 @@ install() {
     # In a folder of its own: a system's Python refuses packages, and torch keeps those that it came with.
     "$python" -m pip install -q --no-index --no-deps --find-links "$WHEELS" --target build/gpu_site "${missing[@]}" || return 1
   fi
-  "$python" -c "import ssdtrain.storage._iopool, ssdtrain.device._streams, ssdtrain.codecs._native" 2>/dev/null ||
+  "$python" -c "import ssdtrain.storage._iopool, ssdtrain.storage._records, ssdtrain.device._streams, ssdtrain.codecs._native" 2>/dev/null ||
     "$python" setup.py -q build_ext --inplace || echo "the C extensions were not built: the Python engine runs"
   [ -n "${DRY_RUN:-}" ] || "$python" -c "import torch, triton; assert torch.cuda.is_available(), 'no CUDA device: see --dry-run'
 print(torch.__version__, triton.__version__, torch.cuda.get_device_name(0))"
