@@ -61,10 +61,9 @@ class PlanConfig(Section):
     state_limit: MemorySize | None = None
     """Bytes of a device for model state: parameters, gradients, optimizer state, and blocks that are there for a time. Under
     ZeRO-3, where by the model's shapes there is more, the optimizer runs on CPUs, and the weights of as many blocks as have to
-    are in host memory (docs/plan-apply.md). In plain PyTorch the rest goes to the drives of `offload`, without these to host
-    memory, and the limit is for activations as well (docs/state.md). Default: on a GPU whose memory is smaller than all of the
-    state half of it (in plain PyTorch 80%, with activations), if the config does not say where state is; else it is as
-    configured."""
+    are in host memory (docs/plan-apply.md). In plain PyTorch it is for activations as well, and stands for the section state,
+    with the drives of `offload` (docs/state.md). Default: under ZeRO-3 half of a GPU that all of the state does not fit into, if
+    the config does not say where state is; else it is as configured."""
 
     plot: bool = False
     """Draw activation memory over a step that follows the plan, predicted against measured, into plan-rank-N.png in `report.path`

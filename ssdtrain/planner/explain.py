@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ssdtrain.config.units import GiB
 from ssdtrain.planner.model.types import DEVICE, KEPT, Block, BlockTimes, Choice, StepTimeline
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, play
 from ssdtrain.planner.search import search
 from ssdtrain.text import duration_text, gain_text, rate_text, size_text, with_cause
 
@@ -77,19 +77,39 @@ def alternatives(
 
 
 def limit_text(problem: SearchProblem, plan: Plan) -> str:
-    """What keeps a plan from offloading more: the tier that is slower than forward saves or backward needs, by the larger ratio.
-    "" where all that may leave does."""
+    """What keeps a plan from offloading more: the tier that is slower than forward saves or backward needs, by the larger ratio,
+    or with which twice as fast the peak would be lower. "" where all that may leave does."""
     choices = [problem.choice(name) for name in plan.actions]
-    whole = all(choice.tier != DEVICE or choice.recompute for choice in choices)
+    whole = all(
+        choice.recompute or (choice.tier != DEVICE and choice.share == 1 and not choice.shares)
+        for choice in choices
+    )
     if whole or not problem.machine.tiers:
         return ""
     tier, loads = problem.machine.tiers[-1], _loads(problem)
     name = {"ssd": "drive", "host": "host memory"}.get(tier.name, tier.name)
     if max(loads, default=0.0) <= 1:
-        return "the order of the step: what is kept would not lower the peak"
+        peak = _peak_with_faster_tiers(problem, plan)
+        if peak >= LOWER * plan.peak:
+            return "the order of the step: what is kept would not lower the peak"
+        rate = rate_text(min(tier.write, tier.read))
+        return f"{name} of {rate}: twice as fast, the peak would be {size_text(peak)}"
     if loads[0] >= loads[1]:
         return f"{name} writes {rate_text(tier.write)}, forward saves {rate_text(loads[0] * tier.write)}"
     return f"{name} reads {rate_text(tier.read)}, backward needs {rate_text(loads[1] * tier.read)}"
+
+
+LOWER = 0.95
+"""Part of a plan's peak below which another one is lower."""
+
+
+def _peak_with_faster_tiers(problem: SearchProblem, plan: Plan) -> int:
+    """Return the peak were tiers twice as fast, with the last of them taking all that may leave."""
+    problem = problem.under(plan.state)
+    tiers = tuple(replace(tier, write=2 * tier.write, read=2 * tier.read) for tier in problem.machine.tiers)
+    decided, name = set(problem.decided), tiers[-1].name
+    leaving = [name if number in decided else action for number, action in enumerate(plan.actions)]
+    return play(replace(problem, machine=replace(problem.machine, tiers=tiers)), leaving).peak
 
 
 def plan_table(
@@ -116,12 +136,12 @@ def plan_table(
         modules: modules by the names of blocks that have those of regions.
     """
     best, lines = plans[0], [f"{title} decided, for each microbatch:"]
-    actions = iter(best.actions)
+    actions, slow = iter(best.actions), _too_slow(problem, best)
     for number, (blocks, times) in enumerate(zip(problem.chunks, best.timeline.blocks, strict=True)):
         several = f"chunk {number}: " if len(problem.chunks) > 1 else ""
         groups: dict[tuple[str, str, str], list[_Row]] = {}
         for block, action, took in zip(blocks, actions, times, strict=False):
-            for row in _rows(problem, block, action, took, modules):
+            for row in _rows(problem, block, action, took, modules, slow):
                 groups.setdefault((row.module, row.action, row.why), []).append(row)
         lines += [f"  {several}{_group_text(group)}" for group in groups.values()]
     what, passes = "activation peak", "forward and backward"
@@ -176,6 +196,8 @@ class _Row(NamedTuple):
     """Name of the module, with {} for the number of the layer."""
     layer: int
     """Number of the layer; -1: there is none."""
+    slow: bool
+    """Faster tiers would take more."""
 
     @property
     def action(self) -> str:
@@ -193,7 +215,7 @@ class _Row(NamedTuple):
             return "hidden" if self.times.hidden else "not hidden"
         if not self.problem.only_moves:
             return ""
-        return "the tiers have no time for it" if _too_slow(self.problem) else "it would not lower the peak"
+        return "the tiers have no time for it" if self.slow else "it would not lower the peak"
 
     @property
     def cost(self) -> float:
@@ -209,12 +231,17 @@ class _Row(NamedTuple):
 
 
 def _rows(
-    problem: SearchProblem, block: Block, action: str, times: BlockTimes, modules: Mapping[str, str]
+    problem: SearchProblem,
+    block: Block,
+    action: str,
+    times: BlockTimes,
+    modules: Mapping[str, str],
+    slow: bool,
 ) -> Iterator[_Row]:
     """A block's row, or where it leaves in part those of its parts."""
     choice, place = problem.choice(action), _place_of(modules.get(block.name, block.name))
     if not choice.shares:
-        yield _Row(problem, block, action, choice, times, *place)
+        yield _Row(problem, block, action, choice, times, *place, slow)
         return
     count = sum(share > 0 for share in choice.shares)
     each = BlockTimes(times.store_stall / count, times.load_stall / count)
@@ -222,7 +249,7 @@ def _rows(
         if part.saved + part.small:
             name = action.partition(":")[0] if share else "keep"
             what = replace(problem.choice(name), share=share) if share else KEPT
-            yield _Row(problem, part, name, what, each, *_place_of(part.name))
+            yield _Row(problem, part, name, what, each, *_place_of(part.name), slow)
 
 
 _REGION = re.compile(r"chunk \d+, region (\d+)")
@@ -240,9 +267,11 @@ def _place_of(name: str) -> tuple[str, int]:
     return ".".join([*parts[:place], "{}", *parts[place + 1 : place + 2]]), int(parts[place])
 
 
-def _too_slow(problem: SearchProblem) -> bool:
-    """Whether a tier moves less than forward saves, or backward needs, in the same time."""
-    return max(_loads(problem), default=0.0) > 1
+def _too_slow(problem: SearchProblem, plan: Plan) -> bool:
+    """Whether a tier moves less than forward saves, or backward needs, in the same time, or the peak would be lower were it
+    faster."""
+    loads = _loads(problem)
+    return bool(loads) and (max(loads) > 1 or _peak_with_faster_tiers(problem, plan) < LOWER * plan.peak)
 
 
 def _loads(problem: SearchProblem) -> list[float]:

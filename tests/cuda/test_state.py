@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import emulated_cuda
 import pytest
@@ -155,35 +154,15 @@ def test_accumulation_block_by_block_on_another_stream(device: torch.device, att
         test_vertical.test_equal_with_autocast_and_activations_offloaded(attach)
 
 
-def test_a_gpu_that_is_smaller_than_model_state_holds_it_in_chunks(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_key_puts_model_state_in_chunks(device: torch.device) -> None:
     recipe = Recipe(steps=8, model={"layers": 16, "width": 128})
     with device:
         losses, parameters, _ = plain(recipe)
         model = make_model(layers=16, width=128)
-    total = 4 * sum(parameter.nbytes for parameter in model.parameters())
-    memory = SimpleNamespace(total_memory=total // 3)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: memory)
     optimizer = recipe.optimizer(list(model.parameters()))
-    config = {"plan": "auto", "report": {"interval": 0}}
+    limit = sum(parameter.nbytes for parameter in model.parameters())
+    config = {"plan": {"state_limit": limit}, "report": {"interval": 0}}
     with ssdtrain.attach(model, config, optimizer=optimizer) as runtime:
-        assert runtime.state is not None and runtime.config.state.device_limit == int(
-            0.8 * memory.total_memory
-        )
         assert run(recipe, model, optimizer, runtime) == losses
         assert same(dict(model.state_dict()), dict(parameters))
         assert runtime.statistics().values()["plan/plans"] >= 1
-
-
-def test_a_gpu_that_has_room_and_an_optimizer_that_cannot_be_served_keep_model_state_as_it_is(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with device:
-        model = make_model()
-    for kind, memory, warned in ((torch.optim.AdamW, 1 << 30, False), (torch.optim.LBFGS, 1, True)):
-        properties = SimpleNamespace(total_memory=memory)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
-        with ssdtrain.attach(model, {"plan": "auto"}, optimizer=kind(model.parameters())) as runtime:
-            assert runtime.state is None
-        assert ("it stays as it is configured" in caplog.text) == warned

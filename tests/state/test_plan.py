@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError
 from ssdtrain.planner.joint import StateCosts
+from ssdtrain.storage.errors import HostBudgetExceeded
 from tests.state.conftest import Attach, LiveBytes
 from tests.state.training import Recipe, make_model, plain, run, same
 from tests.support.processes import DEVICE
@@ -168,6 +171,33 @@ def test_the_one_key_is_the_one_limit(config: dict[str, Any], error: str) -> Non
         ssdtrain.attach(model, config, optimizer=_adamw(list(model.parameters())))
 
 
-def test_the_one_key_wants_an_optimizer() -> None:
-    with pytest.raises(ConfigError, match="needs the optimizer of the model"):
+def test_errors_of_the_one_key_name_it() -> None:
+    with pytest.raises(
+        ConfigError, match=r"ssdtrain\.plan\.state_limit: .* needs the optimizer of the model"
+    ):
         ssdtrain.attach(make_model(), {"plan": {"state_limit": "1GiB"}})
+
+
+def test_the_one_key_takes_the_blocks_of_the_plan_and_half_of_the_capacity(tmp_path: Any) -> None:
+    model = nn.Sequential(OrderedDict({f"enc{number}": nn.Linear(256, 256) for number in range(6)}))
+    config = {
+        "plan": {"state_limit": "4MiB", "blocks": "enc*"},
+        "offload": {"directories": str(tmp_path), "capacity": "64MiB"},
+        "report": {"interval": 0},
+    }
+    with ssdtrain.attach(model, config, optimizer=_adamw(list(model.parameters()))) as runtime:
+        assert runtime.statistics().values()["state/chunks"] == 6
+        offload, state = runtime.config.offload, runtime.config.state
+        assert offload is not None and state is not None
+        assert offload.capacity == state.capacity == 32 << 20
+
+
+def test_the_one_key_counts_host_memory_with_that_of_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each alone has room, both have not."""
+    model = make_model(width=128)
+    monkeypatch.setattr("ssdtrain.storage.budget._mem_available", lambda _: 40 << 20)
+    config: dict[str, Any] = {"plan": {"state_limit": "4MiB"}, "report": {"interval": 0}}
+    optimizer = _adamw(list(model.parameters()))
+    ssdtrain.attach(model, config, optimizer=optimizer).close()
+    with pytest.raises(HostBudgetExceeded, match=r"plan\.state_limit without drives"):
+        ssdtrain.attach(model, {**config, "offload": {"host": "30MiB"}}, optimizer=optimizer)
