@@ -532,8 +532,9 @@ class OffloadEngine:
     def _drain_released(self) -> None:
         released = self._released
         while not released.empty():
-            region, last_pass = released.next()
-            if last_pass != region.last_pass:
+            release = released.next()
+            region = release.region
+            if release.last_pass != region.last_pass:
                 region.pending_unpacks -= 1
             region.handles = handles = region.handles - 1
             if not handles:

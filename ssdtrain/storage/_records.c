@@ -19,8 +19,9 @@ typedef struct {
     PyTypeObject *type;
     Py_ssize_t count, needed; /* fields, and how many of them, the first ones, have no default */
     PyObject **defaults;
-    Py_ssize_t told[TOLD]; /* fields: the queue that is told of a death, and what it is told */
-    Py_ssize_t telling;    /* 0: nobody is told */
+    Py_ssize_t told[TOLD]; /* fields: the queue that is told of a death, and what it is told, */
+    Py_ssize_t telling;    /* so many; 0: nobody is told; */
+    PyTypeObject *tells;   /* in a record of this type */
 } Kind;
 
 static Kind kinds[TYPES];
@@ -61,16 +62,18 @@ static int record_clear(PyObject *self) {
     return 0;
 }
 
-/* What dies anywhere says so to a queue, in C: no Python runs in which the exception of a signal handler could be lost. */
+/* What dies anywhere says so to a queue, in C: no Python runs in which the exception of a signal handler could be lost. So it is told
+ * in a record that the cyclic collector does not look at: making a tuple may have that run, and finalizers in it. */
 static void tell(Kind *kind, PyObject **fields) {
     PyObject *kind_of_error, *error, *trace, *queue = fields[kind->told[0]];
     if (!queue) return;
     PyErr_Fetch(&kind_of_error, &error, &trace);
-    PyObject *values = PyTuple_New(kind->telling - 1), *call = values ? PyObject_GetAttr(queue, put) : NULL;
+    PyObject *values = ((allocfunc)PyType_GetSlot(kind->tells, Py_tp_alloc))(kind->tells, 0);
+    PyObject *call = values ? PyObject_GetAttr(queue, put) : NULL;
     for (Py_ssize_t i = 1; call && i < kind->telling; i++) {
         PyObject *value = fields[kind->told[i]] ? fields[kind->told[i]] : Py_None;
         Py_INCREF(value);
-        PyTuple_SetItem(values, i - 1, value);
+        ((Record *)values)->fields[i - 1] = value;
     }
     PyObject *done = call ? PyObject_CallFunctionObjArgs(call, values, NULL) : NULL;
     if (!done) PyErr_WriteUnraisable(queue);
@@ -90,18 +93,21 @@ static void record_dealloc(PyObject *self) {
     Py_DECREF(type);
 }
 
-/* make(name, fields, defaults, collected, told) */
+/* make(name, fields, defaults, collected, told, tells) */
 static PyObject *make(PyObject *module, PyObject *args) {
     (void)module;
-    PyObject *name, *fields, *defaults, *told;
+    PyObject *name, *fields, *defaults, *told, *tells;
     int collected;
-    if (!PyArg_ParseTuple(args, "UO!O!pO!:make", &name, &PyTuple_Type, &fields, &PyTuple_Type, &defaults, &collected, &PyTuple_Type, &told))
+    if (!PyArg_ParseTuple(args, "UO!O!pO!O:make", &name, &PyTuple_Type, &fields, &PyTuple_Type, &defaults, &collected, &PyTuple_Type, &told, &tells))
         return NULL;
     Py_ssize_t count = PyTuple_Size(fields), given = PyTuple_Size(defaults), telling = PyTuple_Size(told);
     if (known == TYPES || given > count || telling > TOLD) return PyErr_Format(PyExc_ValueError, "too many types, defaults or fields");
+    Kind *in = telling ? kind_of((PyTypeObject *)tells) : NULL;
+    if (telling && (!in || in->count != telling - 1 || PyType_GetFlags(in->type) & Py_TPFLAGS_HAVE_GC))
+        return PyErr_Format(PyExc_ValueError, "a death is told in a record of as many fields, which is not collected");
     /* The type and its descriptors refer to these as long as the process lives. */
     PyMemberDef *members = PyMem_Calloc((size_t)count + 1, sizeof(PyMemberDef));
-    Kind kind = {NULL, count, count - given, PyMem_Calloc((size_t)count + 1, sizeof(PyObject *)), {0}, telling};
+    Kind kind = {NULL, count, count - given, PyMem_Calloc((size_t)count + 1, sizeof(PyObject *)), {0}, telling, in ? in->type : NULL};
     const char *type_name = PyUnicode_AsUTF8AndSize(name, NULL);
     if (!members || !kind.defaults || !type_name) return PyErr_NoMemory();
     Py_INCREF(name);
@@ -138,7 +144,7 @@ static PyObject *make(PyObject *module, PyObject *args) {
 }
 
 static PyMethodDef methods[] = {
-    {"make", make, METH_VARARGS, "make(name, fields, defaults, collected, told): a type of records; `defaults` are those of the last fields."},
+    {"make", make, METH_VARARGS, "make(name, fields, defaults, collected, told, tells): a type of records; `defaults` are those of the last fields."},
     {NULL, NULL, 0, NULL},
 };
 

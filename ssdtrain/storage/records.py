@@ -34,14 +34,18 @@ _native = _extension()
 
 
 @dataclass_transform()
-def record(*, collected: bool = False, told: tuple[str, ...] = ()) -> Callable[[type[T]], type[T]]:
+def record(
+    *, collected: bool = False, told: tuple[str, ...] = (), tells: type | None = None
+) -> Callable[[type[T]], type[T]]:
     """Make a class whose annotations are the fields of its instances, which it takes by place; those with a value may be left
     out. It has no subclasses, and no weak references to its instances.
 
     Args:
-        collected: instances may be parts of cycles of references. Else a cycle through one is never freed.
-        told: fields: first an object whose `put` gets a tuple of the others when an instance dies. That may be anywhere: `put`
-            of a `SimpleQueue` runs no Python.
+        collected: instances may be parts of cycles of references. Else a cycle through one is never freed. In either case a
+            chain of a hundred thousand of them must not die at once: each is freed inside of the one before.
+        told: fields: first an object whose `put` gets the others when an instance dies. That may be anywhere: `put` of a
+            `SimpleQueue` runs no Python.
+        tells: class of what it gets: a record that is not collected, of as many fields.
     """
 
     def made(cls: type[T]) -> type[T]:
@@ -53,9 +57,9 @@ def record(*, collected: bool = False, told: tuple[str, ...] = ()) -> Callable[[
             if name not in values and name not in ("__dict__", "__weakref__")
         }
         if _native is None:
-            return _in_python(cls.__name__, fields, tuple(values.values()), told, rest)
+            return _in_python(cls.__name__, fields, tuple(values.values()), told, tells, rest)
         name = f"{cls.__module__}.{cls.__qualname__}"
-        native: type[T] = _native.make(name, fields, tuple(values.values()), collected, told)
+        native: type[T] = _native.make(name, fields, tuple(values.values()), collected, told, tells)
         for attribute, value in rest.items():
             setattr(native, attribute, value)
         return native
@@ -64,7 +68,12 @@ def record(*, collected: bool = False, told: tuple[str, ...] = ()) -> Callable[[
 
 
 def _in_python(
-    name: str, fields: tuple[str, ...], defaults: tuple[Any, ...], told: tuple[str, ...], rest: dict[str, Any]
+    name: str,
+    fields: tuple[str, ...],
+    defaults: tuple[Any, ...],
+    told: tuple[str, ...],
+    tells: Any,
+    rest: dict[str, Any],
 ) -> Any:
     needed = len(fields) - len(defaults)
 
@@ -75,7 +84,7 @@ def _in_python(
             setattr(self, field, value)
 
     def tell(self: Any) -> None:
-        getattr(self, told[0]).put(tuple(getattr(self, field) for field in told[1:]))
+        getattr(self, told[0]).put(tells(*(getattr(self, field) for field in told[1:])))
 
     methods = {"__slots__": fields, "__init__": initialise, **({"__del__": tell} if told else {})}
     return type(name, (), {**rest, **methods})

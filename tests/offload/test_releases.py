@@ -32,7 +32,7 @@ def close_while(number: int, dies: int) -> tuple[int, list[Any], int]:
     handles.clear()
     released = []
     while not releases.empty():
-        released.append(releases.next()[0])
+        released.append(releases.next().region)
     return at.count, released, drains
 
 

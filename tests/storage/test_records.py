@@ -74,7 +74,12 @@ def test_the_collector_looks_only_at_records_that_may_be_parts_of_cycles() -> No
 
 
 def test_a_death_is_told_to_a_queue(in_c: bool) -> None:
-    @record(told=("queue", "name", "place"))
+    @record()
+    class Death:
+        name: str
+        place: int | None
+
+    @record(told=("queue", "name", "place"), tells=Death)
     class Dying:
         queue: SimpleQueue[Any]
         name: str
@@ -90,4 +95,8 @@ def test_a_death_is_told_to_a_queue(in_c: bool) -> None:
     held.reverse()
     while held:
         held.pop()
-    assert [queue.get_nowait() for _ in range(2)] == [("first", 5), ("second", 2)]
+    deaths = [queue.get_nowait() for _ in range(2)]
+    assert [(death.name, death.place) for death in deaths] == [("first", 5), ("second", 2)]
+    assert not (
+        in_c and any(map(gc.is_tracked, deaths))
+    )  # nor did making them run the collector, and finalizers in it

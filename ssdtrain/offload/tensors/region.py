@@ -185,7 +185,15 @@ class Region:
         tensor.data = _NOTHING[tensor.device]
 
 
-@record(told=("releases", "region", "last_pass"))
+@record()
+class Release:
+    """What remains of a handle."""
+
+    region: Region
+    last_pass: int | None
+
+
+@record(told=("releases", "region", "last_pass"), tells=Release)
 class Handle:
     """What the pack hook returns for a tensor that may move. Its life is autograd's own reference; see `Releases`."""
 
@@ -196,10 +204,6 @@ class Handle:
     """What backward gets is compared with it."""
     last_pass: int | None = None
     """The tape's pass in which backward last had it; None: never."""
-
-
-Release = tuple[Region, "int | None"]
-"""What remains of a handle: the region it held, and its `last_pass`."""
 
 
 class Releases:
