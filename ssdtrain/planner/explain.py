@@ -107,7 +107,10 @@ def _peak_with_faster_tiers(problem: SearchProblem, plan: Plan) -> int:
     """Return the peak were tiers twice as fast, with the last of them taking all that may leave."""
     problem = problem.under(plan.state)
     tiers = tuple(replace(tier, write=2 * tier.write, read=2 * tier.read) for tier in problem.machine.tiers)
-    decided, name = set(problem.decided), tiers[-1].name
+    last = {name for name, choice in problem.actions.items() if choice.tier == tiers[-1].name}
+    if not last:
+        return plan.peak
+    decided, name = set(problem.decided), min(last)
     leaving = [name if number in decided else action for number, action in enumerate(plan.actions)]
     return play(replace(problem, machine=replace(problem.machine, tiers=tiers)), leaving).peak
 

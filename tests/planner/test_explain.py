@@ -6,9 +6,11 @@ import re
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
+
 from ssdtrain.planner.explain import limit_text
 from ssdtrain.planner.model.timeline import simulate
-from ssdtrain.planner.model.types import Block, Machine, Tier, one_after_the_other
+from ssdtrain.planner.model.types import KEPT, Block, Choice, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import Plan, SearchProblem, actions_for, play
 from ssdtrain.tools.whatif.explain import rows
 
@@ -46,22 +48,24 @@ def test_the_seconds_of_writes_are_those_of_all_blocks_of_the_row_and_waits_are_
 GB = 10**9
 
 
-def limited(rate: float, left: int) -> str:
+def limited(rate: float, left: int, leave: str = "ssd") -> str:
     """What limits a plan by which the first `left` of eight blocks leave, to a drive of so many GB/s. Each saves 1 GB
     in 0.1 s."""
     blocks = [Block(f"block {number}", 0.1, 0.2, GB) for number in range(8)]
     drive = Tier("ssd", rate * GB, rate * GB)
     machine = Machine((drive,), prefetch=GB, window=GB, in_flight=2 * GB, newest=1)
-    problem = SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine, recompute=False))
-    return limit_text(problem, play(problem, ["ssd"] * left + ["keep"] * (8 - left)))
+    actions = {"keep": KEPT, leave: Choice("ssd")}
+    problem = SearchProblem([blocks], one_after_the_other(), machine, actions)
+    return limit_text(problem, play(problem, [leave] * left + ["keep"] * (8 - left)))
 
 
 def test_a_drive_that_forward_outruns_is_the_limit() -> None:
     assert limited(5, left=2) == "drive writes 5.00 GB/s, forward saves 10.0 GB/s"
 
 
-def test_a_drive_with_which_twice_as_fast_the_peak_would_be_lower_is_the_limit() -> None:
-    assert limited(11, left=2) == "drive of 11.0 GB/s: twice as fast, the peak would be 1.86 GiB"
+@pytest.mark.parametrize("leave", ["ssd", "offload"], ids=["blocks", "regions"])
+def test_a_drive_with_which_twice_as_fast_the_peak_would_be_lower_is_the_limit(leave: str) -> None:
+    assert limited(11, left=2, leave=leave) == "drive of 11.0 GB/s: twice as fast, the peak would be 1.86 GiB"
 
 
 def test_where_a_faster_drive_would_not_help_it_is_the_order_of_the_step() -> None:
