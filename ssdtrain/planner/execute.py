@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -31,25 +33,33 @@ ACTIONS = {
 }
 
 
-NO_PARTS: Mapping[str, Sequence[tuple[str, Action]]] = MappingProxyType({})
+class PlannedRegion(NamedTuple):
+    """What happens to one of the regions that a block saves."""
+
+    module: str
+    """Name of the one that saves it."""
+    nbytes: int
+    """Size in the forward that the plan was made for."""
+    action: Action
 
 
-class _InTurn:
-    """What happens to what a module of a block saves in a forward, in order.
+NO_PARTS: Mapping[str, Sequence[PlannedRegion]] = MappingProxyType({})
+
+ALIKE_BYTES = 1.25
+"""Ratio of two sizes up to which what a module saves may be the region that was planned."""
+
+
+class _Turns(threading.local):
+    """How far the forward of a thread is: one tape may be recorded on each.
 
     Attributes:
-        actions: for the first regions; others are offloaded: memory must not run out first.
-        count: of regions so far.
+        position: of the latest region on its tape.
+        counts: by block and module, of regions that were those of the plan.
     """
 
     def __init__(self) -> None:
-        self.actions: list[Action] = []
-        self.count = 0
-
-    def next(self) -> Action:
-        """Return the action for the next region."""
-        count, self.count = self.count, self.count + 1
-        return self.actions[count] if count < len(self.actions) else OFFLOAD
+        self.position = -1
+        self.counts: dict[tuple[str, str], int] = {}
 
 
 class BlockPolicy:
@@ -84,26 +94,26 @@ class BlockPolicy:
         rest: str = "keep",
         *,
         expected: int | None = None,
-        parts: Mapping[str, Sequence[tuple[str, Action]]] = NO_PARTS,
+        parts: Mapping[str, Sequence[PlannedRegion]] = NO_PARTS,
     ) -> None:
         """Do this from the next forward on. Called between steps.
 
         Args:
             expected: bytes that the largest forward saves then; None: what the first ones save.
-            parts: of blocks that leave in part, the modules that save and what happens to it, in order. What a module saves
-                beyond that is offloaded.
+            parts: of blocks that leave in part, what they save, in order. What a module saves beside that, in number or size, is
+                offloaded: memory must not run out first.
         """
         unknown = sorted({*actions.values(), rest} - set(self._allowed))
         if unknown:
             raise ValueError(f"the plan has the actions {unknown}; allowed: {', '.join(self._allowed)}")
         self._actions = {name: self._allowed[action] for name, action in actions.items()}
         self._rest = self._allowed[rest]
-        self._known: dict[tuple[Running, ...], Action | _InTurn] = {}
-        self._in_turn: dict[tuple[str, str], _InTurn] = {}
+        self._known: dict[tuple[Running, ...], Action | tuple[str, str]] = {}
+        self._in_turn: dict[tuple[str, str], list[PlannedRegion]] = {}
         for block, regions in parts.items():
-            for module, action in regions:
-                self._in_turn.setdefault((block, module), _InTurn()).actions.append(action)
-        self._parts, self._position = frozenset(parts), -1
+            for region in regions:
+                self._in_turn.setdefault((block, region.module), []).append(region)
+        self._parts, self._turns = frozenset(parts), _Turns()
         self._expected, self._sizes = expected, ForwardSizes()
 
     def encoded_ratio(self, block: str) -> float:
@@ -125,26 +135,38 @@ class BlockPolicy:
         sizes[1] += payload
 
     def decide(self, saved: SavedTensorInfo) -> Action:
-        if saved.position <= self._position:
-            for one in self._in_turn.values():  # another forward
-                one.count = 0
-        self._position = saved.position
         found = self._known.get(saved.modules)
         if found is None:
             found = self._known[saved.modules] = self._action_of(saved.modules)
-        if isinstance(found, _InTurn):
-            found = found.next()
+        if self._parts:
+            turns = self._turns
+            if saved.position <= turns.position:
+                turns.counts = {}  # another forward
+            turns.position = saved.position
+        if not isinstance(found, Action):
+            found = self._next(found, saved.nbytes)
         if saved.nbytes < self._least:
             return KEEP
         if self._codec is not None and self._expected is None:
             self._count_payload(saved)
         return found
 
-    def _action_of(self, modules: tuple[Running, ...]) -> Action | _InTurn:
-        """What happens to what is saved in these modules."""
+    def _next(self, place: tuple[str, str], nbytes: int) -> Action:
+        """What happens to the next region of a module of a block that leaves in part."""
+        count, planned = self._turns.counts.get(place, 0), self._in_turn.get(place, ())
+        if (
+            count >= len(planned)
+            or not nbytes <= ALIKE_BYTES * planned[count].nbytes <= ALIKE_BYTES**2 * nbytes
+        ):
+            return OFFLOAD  # it is another one
+        self._turns.counts[place] = count + 1
+        return planned[count].action
+
+    def _action_of(self, modules: tuple[Running, ...]) -> Action | tuple[str, str]:
+        """What happens to what is saved in these modules; or of which block and module that depends."""
         for module in modules:
             if module.name in self._parts:
-                return self._in_turn.get((module.name, modules[-1].name), OFFLOAD)
+                return module.name, modules[-1].name
             if action := self._actions.get(module.name):
                 return action
         return self._rest
@@ -182,13 +204,13 @@ def recomputed_meanwhile(blocks: Mapping[str, nn.Module], impure: Container[str]
     return frozenset(name for name in blocks if name not in kept and name not in impure)
 
 
-def _regions(piece: MeasuredBlock, action: str) -> list[tuple[str, Action]]:
-    """The modules that save a block's regions, and what happens to each under an action of `in_part`."""
+def _regions(piece: MeasuredBlock, action: str) -> list[PlannedRegion]:
+    """What happens to a block's regions under an action of `in_part`."""
     found, shares = [], shares_of(action)
-    for number, modules in enumerate(piece.modules):
+    for number, regions in enumerate(piece.regions):
         share = shares[number] if number < len(shares) else 0.0
         what = KEEP if not share else OFFLOAD if share == 1 else Action(True, part=share)
-        found += [(module, what) for module in modules]
+        found += [PlannedRegion(module, nbytes, what) for module, nbytes in regions]
     return found
 
 

@@ -30,6 +30,7 @@ class CutBlocks:
         tier: the action that offloads a block.
         settled: the actions of blocks that are not in question, by their numbers.
         sizes: how many parts each unit of each block has.
+        whole: numbers of the blocks without parts, which leave whole or not at all.
     """
 
     problem: SearchProblem
@@ -37,12 +38,15 @@ class CutBlocks:
     tier: str
     settled: Mapping[int, str]
     sizes: tuple[tuple[int, ...], ...]
+    whole: frozenset[int]
 
     def joined(self, actions: Sequence[str]) -> list[str]:
         """The actions of blocks, of those of all units."""
         names, found = iter(actions), []
         for number, sizes in enumerate(self.sizes):
             shares = [_eighths(next(names)) for _ in sizes]
+            if number in self.whole:
+                shares = [SHARES if shares[0] else 0]
             if number in self.settled:
                 found.append(self.settled[number])
             elif set(shares) == {0}:
@@ -97,7 +101,8 @@ def cut_blocks(problem: SearchProblem, actions: Sequence[str]) -> CutBlocks:
         parts=shares,
         by_parts=False,
     )
-    return CutBlocks(made, tuple(begin), tier, settled, tuple(sizes))
+    whole = frozenset(number for number, block in enumerate(problem.blocks) if len(block.parts) < 2)
+    return CutBlocks(made, tuple(begin), tier, settled, tuple(sizes), whole)
 
 
 def _eighths(action: str) -> int:

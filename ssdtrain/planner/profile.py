@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from ssdtrain.planner.model.types import KEPT, Block, Choice, Machine, Pass
-from ssdtrain.planner.parts import runs
+from ssdtrain.planner.parts import UNITS, runs
 from ssdtrain.planner.plans import SHARES, SearchProblem, actions_for
 from ssdtrain.planner.recent import RecentSteps
 from ssdtrain.planner.spans import BlockSpan
@@ -183,14 +183,14 @@ class MeasuredBlock:
         name: of the block; "": outside of all.
         pure: it may be recomputed.
         recomputed: it was, when it was measured: its saved bytes are its inputs only.
-        modules: names of the modules that saved the regions of each of its parts, in order. Empty: they are not known.
+        regions: of each of its parts, in order: the names of the modules that saved them, and their bytes. Empty: not known.
     """
 
     name: str
     block: Block
     pure: bool = False
     recomputed: bool = False
-    modules: tuple[tuple[str, ...], ...] = ()
+    regions: tuple[tuple[tuple[str, int], ...], ...] = ()
 
     def saved_by(self, action: str) -> int:
         """Bytes that it saves under an action of the plan."""
@@ -243,7 +243,7 @@ def pieces(
         every = sum(region.nbytes for region in regions)
         saved = sum(region.nbytes for region in regions if region.nbytes >= least)
         again = min(forward, max(0.0, last - began - stall))
-        parts, modules = _parts(span, regions, again, forward, held[number], least)
+        parts, saving = _parts(span, regions, again, forward, held[number], least)
         block = Block(
             span.name,
             forward,
@@ -258,7 +258,7 @@ def pieces(
             held_blocks=max(held[number].values(), default=0),
             parts=parts,
         )
-        found.append(MeasuredBlock(span.name, block, span.pure, was, modules))
+        found.append(MeasuredBlock(span.name, block, span.pure, was, saving))
         computed += forward
         at = span.end
     found.append(_outside(tape.regions[at:], len(found)))
@@ -295,8 +295,8 @@ def _parts(
     forward: float,
     held_to: Mapping[int, int],
     least: int,
-) -> tuple[tuple[Block, ...], tuple[tuple[str, ...], ...]]:
-    """A block's regions, some neighbours taken together, and the time after the last one. And `MeasuredBlock.modules`.
+) -> tuple[tuple[Block, ...], tuple[tuple[tuple[str, int], ...], ...]]:
+    """A block's regions, some neighbours taken together, and the time after the last one. And `MeasuredBlock.regions`.
 
     Args:
         again: seconds to the last region.
@@ -309,9 +309,10 @@ def _parts(
     later = sum(region.forward for region in regions[1:])
     scale = min(1.0, again / later) if later else 1.0
     seconds = [max(0.0, again - later), *(scale * region.forward for region in regions[1:])]
-    sizes, found, modules = [region.nbytes for region in regions], list[Block](), list[tuple[str, ...]]()
+    sizes, found = [region.nbytes for region in regions], list[Block]()
+    saving: list[tuple[tuple[str, int], ...]] = []
     for begin, end in runs(sizes, PARTS, first=span.small):
-        modules.append(tuple(region.name for region in regions[begin:end]))
+        saving.append(tuple((region.name, region.nbytes) for region in regions[begin:end]))
         saved = sum(nbytes for nbytes in sizes[begin:end] if nbytes >= least)
         held = [index for index in range(begin, end) if span.begin + index in held_to]
         found.append(
@@ -326,7 +327,7 @@ def _parts(
             )
         )
     found.append(Block(span.name, forward - again, 0.0, 0))
-    return tuple(found), tuple(modules)
+    return tuple(found), tuple(saving)
 
 
 def _outside(regions: Sequence[RegionTimes], number: int) -> MeasuredBlock:
@@ -521,8 +522,10 @@ def problem_of(
     actions = actions_for(machine, recompute=any(pure), compress=compress, encode=encode)
     never = frozenset(number for number, may in enumerate(pure) if not may)
     always = frozenset(number for number, must in enumerate(again) if must)
+    # Of more blocks none would be cut, and the search has other uses for its time.
+    by_parts = 2 * (len(blocks) - len(fixed)) <= UNITS
     return SearchProblem(
-        [blocks], order, machine, actions, fixed - always, never, always, by_parts=True, state=state
+        [blocks], order, machine, actions, fixed - always, never, always, by_parts=by_parts, state=state
     )
 
 

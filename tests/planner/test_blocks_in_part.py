@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -19,13 +20,15 @@ from ssdtrain.config.units import MiB
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, SavedTensorInfo
 from ssdtrain.planner.blocks import RECORDED, WARM_UP
 from ssdtrain.planner.controller import PlanController
-from ssdtrain.planner.execute import BlockPolicy
+from ssdtrain.planner.execute import BlockPolicy, PlannedRegion
 from ssdtrain.planner.explain import plan_table
 from ssdtrain.planner.finder import Goal, PlanFinder
 from ssdtrain.planner.joint import StateCosts
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.parts import cut_blocks
-from ssdtrain.planner.plans import Limits, SearchProblem, actions_for, in_part, kept_step, play
+from ssdtrain.planner.plans import Limits, Objective, SearchProblem, actions_for, in_part, kept_step, play
+from ssdtrain.planner.profile import MeasuredBlock
+from ssdtrain.planner.profile import problem_of as measured_problem
 from ssdtrain.planner.search import search
 from ssdtrain.profile.modules import Running
 from ssdtrain.state.plan import StateChunk
@@ -124,10 +127,14 @@ def saved(module: str, position: int, nbytes: int = 1 << 20) -> SavedTensorInfo:
     return SavedTensorInfo(0, 0, position, 0, nbytes, torch.float32, modules)
 
 
+def planned(*regions: tuple[str, Action]) -> list[PlannedRegion]:
+    return [PlannedRegion(module, 1 << 20, action) for module, action in regions]
+
+
 def test_regions_are_known_by_the_module_that_saves_them_and_counted_in_each_forward() -> None:
     part = Action(True, part=0.5)
     policy = BlockPolicy({}, least=1 << 10)
-    policy.follow({}, parts={"blocks.0": [("up", KEEP), ("down", OFFLOAD), ("up", part)]})
+    policy.follow({}, parts={"blocks.0": planned(("up", KEEP), ("down", OFFLOAD), ("up", part))})
     for _ in range(2):
         assert policy.decide(saved("up", 0)) == KEEP
         assert policy.decide(saved("down", 1)) == OFFLOAD
@@ -135,6 +142,53 @@ def test_regions_are_known_by_the_module_that_saves_them_and_counted_in_each_for
         assert policy.decide(saved("up", 3)) == OFFLOAD  # more than was planned for
         assert policy.decide(saved("other", 4)) == OFFLOAD
         assert policy.decide(saved("other", 5, 512)) == KEEP
+
+
+def test_a_region_of_another_size_is_none_of_the_plan() -> None:
+    """As where a block before is recomputed, and its output is now saved here; what was planned is still found after it."""
+    policy = BlockPolicy({}, least=1 << 10)
+    regions = [PlannedRegion("up", 1 << 18, KEEP), PlannedRegion("up", 1 << 20, OFFLOAD)]
+    policy.follow({}, parts={"blocks.0": regions})
+    assert policy.decide(saved("up", 0, 1 << 20)) == OFFLOAD
+    assert policy.decide(saved("up", 1, 1 << 18)) == KEEP
+    assert policy.decide(saved("up", 2, 1 << 20)) == OFFLOAD
+    assert policy.decide(saved("up", 0, 1 << 17)) == OFFLOAD  # a forward of half the size
+
+
+def test_forwards_of_two_threads_are_counted_apart() -> None:
+    policy = BlockPolicy({}, least=1 << 10)
+    policy.follow({}, parts={"blocks.0": planned(("up", OFFLOAD), ("up", KEEP), ("up", OFFLOAD))})
+    with ThreadPoolExecutor(1) as other:
+        for position, expected in enumerate([OFFLOAD, KEEP, OFFLOAD]):
+            assert policy.decide(saved("up", position)) == expected
+            assert other.submit(policy.decide, saved("up", position)).result() == expected
+
+
+def test_blocks_without_parts_leave_whole() -> None:
+    """They save one tensor, of which a plan by regions would offload a share."""
+    blocks = [Block(f"linear {number}", 0.01, 0.02, 100 * MiB) for number in range(6)]
+    drive, link = Tier("ssd", 5000.0 * MiB, 5000.0 * MiB, depth=1 << 30), Link(20000.0 * MiB, 20000.0 * MiB)
+    machine = Machine(
+        (drive,), link, in_flight=200 * MiB, prefetch=200 * MiB, window=100 * MiB, copies=1e6 * MiB
+    )
+    actions = actions_for(machine, recompute=False)
+    problem = SearchProblem([blocks], one_after_the_other(), machine, actions, by_parts=True)
+    kept = kept_step(problem)
+    limits = Limits(round(0.7 * kept.peak_bytes))
+    for within, objective in (
+        (limits, Objective(hidden=1.001 * kept.seconds)),
+        (Limits(seconds=1.02 * kept.seconds), Objective(0, 1)),
+    ):
+        plan = search(problem, within, objective)[0]
+        assert set(plan.actions) == {"keep", "ssd"}
+
+
+def test_of_many_blocks_none_is_cut() -> None:
+    block = MeasuredBlock("a", Block("a", 1.0, 2.0, 1 << 20), pure=True)
+    machine, order = Machine((Tier("ssd", 1e9, 1e9),)), one_after_the_other()
+    for count, by_parts in ((32, True), (33, False)):
+        measured = [replace(block, name=str(number)) for number in range(count)]
+        assert measured_problem(measured, order, machine, ()).by_parts == by_parts
 
 
 def test_the_table_names_the_modules_that_leave() -> None:
