@@ -162,6 +162,7 @@ class Blocks(PlanSubject):
     def _communicates(self, group: Any) -> None:
         if self._spans is not None and not self.agreement.covers(group):
             self._spans.communicates()
+            self._recomputations.communicated = True
 
     def on_unended_step(self) -> str:
         if self.controller.steps:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from ssdtrain.planner.model.types import Block, Machine, one_after_the_other
 from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
 from ssdtrain.planner.plans import Objective, SearchProblem, actions_for
 from ssdtrain.planner.recompute.purity import may_run_again
+from ssdtrain.planner.recompute.trials import Proven
 from ssdtrain.planner.search import search
 from ssdtrain.runtime import Runtime
 from ssdtrain.steps import Step
@@ -110,6 +112,27 @@ def _by_hand(rank: int) -> list[Any]:
 def test_a_block_that_communicates_is_never_recomputed() -> None:
     for found in on_ranks(2, _by_hand):
         assert found == [(True, True), (True, False), (True, False), (True, False), None]
+
+
+def _seen_apart(rank: int) -> bool:
+    """To one rank a tensor of each block looks given away, as one does that the thread of a collective still holds."""
+    Communicates.kind = "all_reduce"
+    torch.manual_seed(0)
+    expected = train(Stack(Communicates))
+    torch.manual_seed(0)
+    model = Stack(Communicates)
+    with (
+        patch.object(Proven, "_gives_away", lambda proven, known: rank == 1),
+        ssdtrain.attach(model, LEAST),
+    ):
+        return equal(expected, train(model))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_a_block_that_communicates_is_tried_by_no_rank() -> None:
+    """The second run of one rank would pair with the next message of the other."""
+    assert on_ranks(2, _seen_apart) == [True, True]
 
 
 def test_an_impure_block_is_never_recomputed_though_its_small_tensors_would_go() -> None:

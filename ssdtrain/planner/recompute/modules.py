@@ -120,11 +120,14 @@ class _Recomputed:
         tensors = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         before, compared = versions(tensors), self.tried or recomputations.compares
         proven = Proven(self.name, plain, recomputations, compared=compared, beside=beside)
+        recomputations.communicated = False
         outputs = self.checkpoint(SameAttributes(self.name, self.block, proven), *args, **kwargs)
         if self.counts:
             recomputations.step_ended()
         if versions(tensors) != before and beside is not None:
             proven.give_up("it changes its input in place")
+        elif beside is not None and recomputations.communicated:
+            proven.give_up()  # see Note: [Ranks] in `trials`
         elif beside is not None and not self.tried:
             proven.try_now((outputs, [vars(module) for module in self.block.modules()]))
         elif versions(tensors) != before:

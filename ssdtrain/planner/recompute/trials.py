@@ -24,7 +24,9 @@ Known are the outputs, what was saved, and attributes of modules, which are put 
 
 Note: [Ranks]
 Where ranks recompute the same blocks, nothing is tried, since a trial may end by an error on one rank while others communicate. A
-block that differs stays an error there, since one rank alone cannot leave it out.
+block that differs stays an error there, since one rank alone cannot leave it out. Elsewhere a block that communicates is not
+tried either: whether it is would depend on what a rank sees (a tensor that the thread of a collective still holds looks given
+away), and the second run of one rank would pair with the next message of another.
 """
 
 from __future__ import annotations
@@ -70,6 +72,8 @@ class Recomputations:
         """Names of blocks that computed other values when they ran again, with what differed."""
         self.settled: set[str] = set()
         """Names of blocks that are not tried any more: they computed the same twice, or give tensors away."""
+        self.communicated = False
+        """A collective or message was seen in a block. Whoever runs one sets it to False before."""
         self._agreed, self._steps = agreed, 0
         self._warned = False
 
@@ -225,10 +229,15 @@ class Proven:
             self._try_again(saved)
             self._drop_holders()
 
-    def give_up(self, what: str) -> None:
-        """Have backward use what the forward saved."""
+    def give_up(self, what: str = "") -> None:
+        """Have backward use what the forward saved.
+
+        Args:
+            what: why the block is not recomputed from now on; "": that is known already.
+        """
         self._tried = True
-        self.recomputations.note(self.name, what)
+        if what:
+            self.recomputations.note(self.name, what)
         self._drop_holders()
 
     def _try_again(self, saved: _SavedRecord) -> None:
