@@ -123,8 +123,13 @@ class Gain:
         else:
             share = "less than 1%" if self.carried < 0.01 else f"{self.carried:.0%}"
             gained = f"nothing: your drives carry {share} of what a step saves"
-        others = ", ".join(f"{name} would give {self._ratios(one)}" for name, one in self.others.items())
-        return f"{gained}; {others}"
+        vain = [name for name, one in self.others.items() if one.size <= LEAST_GAIN * self.kept.size]
+        others = [
+            f"{name} would give {self._ratios(one)}" for name, one in self.others.items() if name not in vain
+        ]
+        if vain:
+            others.insert(0, f"{' and '.join(vain)} would not give more")
+        return f"{gained}; {', '.join(others)}"
 
     def _ratios(self, one: Largest) -> str:
         if not one.size:

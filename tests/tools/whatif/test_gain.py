@@ -9,7 +9,7 @@ from ssdtrain.planner.plans import NoPlan
 from ssdtrain.tools.cli.main import main
 from ssdtrain.tools.whatif.cluster import plan_job, uniform_plan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
-from ssdtrain.tools.whatif.gain import RECOMPUTATION, SAME_SPEED, Largest, gain_of, largest
+from ssdtrain.tools.whatif.gain import RECOMPUTATION, SAME_SPEED, Gain, Largest, gain_of, largest
 from ssdtrain.tools.whatif.hardware import Ssds, find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
 
@@ -77,6 +77,24 @@ def test_drives_that_do_not_keep_up_gain_nothing_and_what_would_is_said() -> Non
         f"nothing: your drives carry {carried:.0%} of what a step saves; 16 drives of "
     )
     assert f"recomputation would give {again.size / gain.kept.size:.2f} x the batch at 1.3" in sentence
+
+
+def test_means_that_bring_nothing_are_named_together() -> None:
+    trials = {
+        name: (lambda _, most=most: lambda size: 1.0 if size <= most else None)
+        for name, most in {"8 drives": 4, "host memory": 4, RECOMPUTATION: 8}.items()
+    }
+    gain = Gain.of(
+        kept=lambda size: 1.0 if size <= 4 else None,
+        ours=lambda _: lambda size: 1.0 if size <= 4 else None,
+        alone=1.0,
+        carried=0.05,
+        others=trials,
+    )
+    assert gain.sentence() == (
+        "nothing: your drives carry 5% of what a step saves; 8 drives and host memory would not give more, "
+        "recomputation would give 2.00 x the batch at 1.00 x the time"
+    )
 
 
 def test_without_drives_usual_ones_are_named() -> None:
