@@ -116,10 +116,11 @@ class Pieces(NamedTuple):
 
 
 @lru_cache(512)
-def _device_header(header: Header, device: torch.device) -> Tensor:
-    """uint8 [16] on `device`, so that writing a header copies nothing from the host."""
+def _header_words(header: Header) -> tuple[int, int]:
+    """The 16 bytes as two int64, which kernels are given as numbers: a copy from the host would wait for the device."""
     raw = _HEADER.pack(header.word & 0xFF, 0, header.word >> 16 & 0xFF, 0, header.fingerprint, header.numel)
-    return torch.frombuffer(bytearray(raw), dtype=torch.uint8).to(device)
+    first, second = struct.unpack("=qq", raw)
+    return first, second
 
 
 def align(nbytes: int) -> int:
@@ -270,15 +271,17 @@ class Codec(ABC):
         return Header(FORMAT_VERSION | PAYLOAD_DTYPES.index(dtype) << 16, self._fingerprint(), numel)
 
     def _write_header(self, out: Tensor, x: Tensor, finite: HeaderFlag, overflow: HeaderFlag = False) -> None:
-        out[:HEADER_BYTES].copy_(_device_header(self.header(x.dtype, x.numel()), out.device))
+        words = _header_words(self.header(x.dtype, x.numel()))
+        for place, word in zip(out[:HEADER_BYTES].view(torch.int64), words, strict=True):
+            place.fill_(word)
         if isinstance(finite, Tensor):
             torch.logical_not(finite, out=out[_NOT_FINITE_BYTE])
         elif not finite:
-            out[_NOT_FINITE_BYTE] = 1
+            out[_NOT_FINITE_BYTE].fill_(1)
         if isinstance(overflow, Tensor):
             out[_OVERFLOW_BYTE].copy_(overflow)
         elif overflow:
-            out[_OVERFLOW_BYTE] = 1
+            out[_OVERFLOW_BYTE].fill_(1)
 
     def _check_header(self, buf: Tensor, out: Tensor) -> None:
         version, _, dtype, overflow, spec, numel = _HEADER.unpack(bytes(buf[:HEADER_BYTES].tolist()))

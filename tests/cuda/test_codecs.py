@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import ssdtrain
+from ssdtrain.codecs.registry import make_codec
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CAST = ["bf16", "fp16", "raw"]
@@ -69,3 +70,24 @@ def test_what_comes_back_is_what_the_cpu_decodes(codec: str, tier: str, tmp_path
     with emulated_cuda.settings(delay_ms=0 if INTERPRETED else 5, h2d_gbps=1, d2h_gbps=1):
         found = gradients("cuda", codec, tmp_path, tier)
     assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter copies to the host what its kernels compute with")
+@pytest.mark.parametrize("spec", ["mask", "int8", "bf16", "exact"])
+def test_a_size_never_seen_before_makes_the_host_wait_for_nothing(spec: str, device: torch.device) -> None:
+    codec = make_codec(spec)
+
+    def encode(numel: int) -> None:
+        values = torch.ones(numel, dtype=codec.inputs[0], device=device)
+        codec.encode(
+            values,
+            torch.empty(codec.max_payload_bytes(numel, values.dtype), dtype=torch.uint8, device=device),
+        )
+
+    encode(64)  # compiles, or makes what stays
+    before = emulated_cuda.counts()
+    for numel in (65, 200, 3000):
+        encode(numel)
+    after = emulated_cuda.counts()
+    assert emulated_cuda.host_waits(before, after) == {}
+    assert after.get("pageable copies", 0) == before.get("pageable copies", 0)
