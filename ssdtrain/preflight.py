@@ -64,7 +64,19 @@ def check_start(config: Config, place: Placement | None = None) -> None:
         raise ConfigError(problems)
     if config.offload is not None:
         check_codec(config.offload, place.device.type)
-        check_host_budget(config.offload.host + (config.offload.buffer or 0), place.local_world_size)
+    _check_host_memory(config, place)
+
+
+def _check_host_memory(config: Config, place: Placement) -> None:
+    """Compare what all sections together ask of the host: each of them alone may fit where all do not."""
+    offload, state = config.offload, config.state
+    asked = {
+        "ssdtrain.offload.host": 0 if offload is None else offload.host,
+        "ssdtrain.offload.buffer": 0 if offload is None else offload.buffer or 0,
+        "ssdtrain.state.host": 0 if state is None else state.host,
+    }
+    if subject := " and ".join(key for key, nbytes in asked.items() if nbytes):
+        check_host_budget(sum(asked.values()), place.local_world_size, subject=subject)
 
 
 def check_state(config: Config, served: bool) -> None:

@@ -16,7 +16,7 @@ from ssdtrain.config import ConfigError, load_config
 from ssdtrain.features import Placement
 from ssdtrain.preflight import check_start, make_directories
 from ssdtrain.runtime import Runtime
-from ssdtrain.storage import HostBudgetExceeded
+from ssdtrain.storage import HostBudgetExceeded, check_host_budget
 
 NOBODY = 65534
 
@@ -96,6 +96,19 @@ def test_nothing_is_made_where_something_is_rejected(
     with pytest.raises((ConfigError, HostBudgetExceeded)):
         make(load_config({"offload": offload, "report": {"path": str(tmp_path / "report")}}))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_host_memory_of_all_sections_counts_together(tmp_path: Path) -> None:
+    budget = check_host_budget(0, 1)
+    most = int(0.6 * min(limit for limit in (budget.available, budget.cgroup) if limit is not None))
+    offload = {"directories": str(tmp_path), "host": most}
+    state = {"directories": str(tmp_path), "host": most}
+    check_start(load_config({"offload": offload}), Placement.of("cpu"))
+    check_start(load_config({"state": state}), Placement.of("cpu"))
+    with pytest.raises(
+        HostBudgetExceeded, match=r"^ssdtrain\.offload\.host and ssdtrain\.state\.host would take"
+    ):
+        check_start(load_config({"offload": offload, "state": state}), Placement.of("cpu"))
 
 
 def missing() -> None:

@@ -65,7 +65,7 @@ def check_host_budget(
     for name, needed, limit in limits:
         if limit is not None and needed > limit:
             raise HostBudgetExceeded(
-                f"{subject} ask for {local_world_size} x {size_text(per_rank_bytes)} of host memory = "
+                f"{subject} would take {local_world_size} x {size_text(per_rank_bytes)} of host memory = "
                 f"{size_text(required)} on this node, and {name} allows {size_text(limit)} (MemAvailable "
                 f"{_text(budget.available)}, cgroup {_text(budget.cgroup)}, memlock {_text(memlock)}): lower {subject}, run "
                 "fewer ranks per node, or raise that limit"

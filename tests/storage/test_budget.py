@@ -41,7 +41,7 @@ def test_ranks_count_together(machine: tuple[Path, Path]) -> None:
     assert "8 x 9.00 GiB" in text and "72.0 GiB" in text and "64.0 GiB" in text
     assert "lower ssdtrain.offload.host and buffer" in text
     with pytest.raises(
-        HostBudgetExceeded, match=r"^ssdtrain\.state\.host ask for .* lower ssdtrain\.state\.host"
+        HostBudgetExceeded, match=r"^ssdtrain\.state\.host would take .* lower ssdtrain\.state\.host"
     ):
         check_host_budget(9 * GiB, 8, subject="ssdtrain.state.host", proc=proc, sysfs=sysfs)
 
