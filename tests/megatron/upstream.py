@@ -37,7 +37,7 @@ from tests.megatron.training import Trainer, layout
 MODULES = ["attn_norm", "core_attn", "attn_proj", "qkv_linear", "mlp_norm"]
 STEPS = 8
 # As small a window of transfers as upstream's, which moves one group of a layer at a time.
-SMALL = {"min_bytes": 1, "in_flight": "1MiB", "prefetch": "256KiB"}
+SMALL = {"amount": "all", "min_bytes": 1, "in_flight": "1MiB", "prefetch": "256KiB"}
 SHAPE = {"num_layers": 8, "hidden_size": 128}
 
 Found = dict[str, Any]
@@ -178,7 +178,7 @@ def main() -> int:
         gc.collect()
         found["recompute"] = without(**FULL)
         gc.collect()
-        found["ssdtrain, defaults"] = ours(where, {})
+        found["ssdtrain, all"] = ours(where, {"amount": "all"})
         gc.collect()
         found["ssdtrain, small window"] = ours(where, SMALL)
         gc.collect()
