@@ -28,7 +28,7 @@ import torch
 
 from benchmarks.common import finish, hardware, parser
 from benchmarks.opcodes import PythonCost
-from benchmarks.pack_hook_cuda import measure_cuda
+from benchmarks.pack_hook_cuda import Chain, measure_cuda
 from ssdtrain.config import load_config, parse_size
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.tensors.tape import Tape
@@ -42,7 +42,7 @@ def on_device() -> dict[str, float]:
     """Measure the host tier beside torchtune's hooks on the CUDA device: ratios of CPU time, and CUDA calls, per saved tensor."""
     peers = ("torchtune", "torchtune_stand_in")  # the stand-in where torchtune cannot be had
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as directory:
-        figures = measure_cuda(MiB, 128, 15, Path(directory), (*peers, "ssdtrain_host"))
+        figures = measure_cuda(Chain(MiB, 128), 15, Path(directory), (*peers, "ssdtrain_host"))
     peer = next(peer for peer in peers if f"ssdtrain_host_pack_over_{peer}" in figures)
     return {
         "pack_us_over_best_peer": figures[f"ssdtrain_host_pack_over_{peer}"],
@@ -220,13 +220,17 @@ def main() -> None:
         help="measure CPU time beside peers on this device instead",
     )
     arguments.add_argument("--operators", type=int, default=128, help="of a chain on that device")
+    arguments.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), default="float32", help="of tensors on that device"
+    )
     arguments.add_argument("--ways", nargs="*", default=(), help="of that device, beside plain; default: all")
     chosen = arguments.parse_args()
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as temporary:
         directory = chosen.directory or Path(temporary)
         if chosen.device is None:
             return finish(measure(chosen, directory), chosen.json)
-        figures = measure_cuda(chosen.size, chosen.operators, min(chosen.rounds, 25), directory, chosen.ways)
+        chain = Chain(chosen.size, chosen.operators, getattr(torch, chosen.dtype))
+        figures = measure_cuda(chain, min(chosen.rounds, 25), directory, chosen.ways)
         finish({**figures, **hardware(directory), "torch": torch.__version__}, chosen.json)
 
 

@@ -1,6 +1,6 @@
 """What offloading costs the threads that train, per saved tensor, on a CUDA device whose computation takes no time.
 
-    python -m benchmarks.pack_hook --device cuda --json
+    python -m benchmarks.pack_hook --device cuda --json [--size 64KiB --dtype bfloat16]
 
 A chain of operators that compute nothing, each of which saves a tensor of its own, runs forward and backward in rounds:
 plain, with each peer, with SSDTrain on each tier, and with its default amount (host tier, `auto`) once a plan is followed: what
@@ -28,12 +28,13 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from ssdtrain.config import load_config
+from ssdtrain.config.units import KiB
 from ssdtrain.planner.plan_metrics import PlanMetrics
 from ssdtrain.runtime import Runtime
 
@@ -65,8 +66,27 @@ class Saves(torch.autograd.Function):
         return gradient
 
 
-def chain(x: torch.Tensor, operators: int) -> torch.Tensor:
-    """`operators` of them, one after another."""
+class Chain(NamedTuple):
+    """Operators of this kind, one after another."""
+
+    size: int
+    """Bytes of a saved tensor."""
+    operators: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all saved tensors."""
+        return self.size * self.operators
+
+    def input(self) -> torch.Tensor:
+        return torch.ones(
+            self.size // self.dtype.itemsize, dtype=self.dtype, device="cuda", requires_grad=True
+        )
+
+
+def run_chain(x: torch.Tensor, operators: int) -> torch.Tensor:
+    """Run `operators` of them on `x`."""
     for _ in range(operators):
         x = Saves.apply(x)
     return x
@@ -77,7 +97,7 @@ class Way:
 
     def forward(self, x: torch.Tensor, operators: int) -> torch.Tensor:
         with self.hooks():
-            return chain(x, operators)
+            return run_chain(x, operators)
 
     def hooks(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -88,7 +108,7 @@ class Way:
     def end_step(self) -> None:
         return None
 
-    def settle(self, size: int, operators: int) -> None:
+    def settle(self, chain: Chain) -> None:
         """Run the steps after which all are alike."""
 
     def figures(self) -> dict[str, float]:
@@ -156,16 +176,17 @@ class MegatronGroups(Way):
         interface.init_chunk_handler(None, None, 1)
         for _ in range(operators // GROUP):
             with interface(True, x, "group") as x:
-                x = chain(x, GROUP)
+                x = run_chain(x, GROUP)
             x = interface.group_commit(x, "group")
         return x
 
 
 class SSDTrain(Way):
-    def __init__(self, size: int, operators: int, directory: Path | None, amount: str = "all") -> None:
+    def __init__(self, chain: Chain, directory: Path | None, amount: str = "all") -> None:
         # Room for all stores in flight, and for all loads: a wait for room is not what is measured here.
-        room = 2 * operators * size
+        room = 2 * chain.nbytes
         section: dict[str, Any] = {"amount": amount, "buffer": room}
+        section["min_bytes"] = min(chain.size, 256 * KiB)  # peers move small ones too
         section |= {"host": room} if directory is None else {"directories": str(directory)}
         device = torch.device("cuda", 0)
         config = load_config({"offload": section, "report": {"interval": 0}})
@@ -187,12 +208,12 @@ class SSDTrain(Way):
 class SSDTrainAuto(SSDTrain):
     """The default amount, once its plan is followed."""
 
-    def __init__(self, size: int, operators: int) -> None:
-        super().__init__(size, operators, None, "auto")
+    def __init__(self, chain: Chain) -> None:
+        super().__init__(chain, None, "auto")
 
-    def settle(self, size: int, operators: int) -> None:
+    def settle(self, chain: Chain) -> None:
         for _ in range(PLANNED):
-            Seconds(self, size, operators)
+            Seconds(self, chain)
 
     def figures(self) -> dict[str, float]:
         """Return the share of what was saved that left memory, of all steps, and how many ran without hooks."""
@@ -321,12 +342,12 @@ class OffloadOnStream(saved_tensors_hooks):
 class Seconds:
     """CPU seconds of one step, of the threads that run it."""
 
-    def __init__(self, way: Way, size: int, operators: int) -> None:
-        x = torch.ones(size // 4, device="cuda", requires_grad=True)
+    def __init__(self, way: Way, chain: Chain) -> None:
+        x = chain.input()
         gradient = torch.empty_like(x)
         torch.cuda.synchronize()
         began = time.thread_time()
-        y = way.forward(x, operators)
+        y = way.forward(x, chain.operators)
         self.forward = time.thread_time() - began
         torch.cuda.synchronize()  # the device takes no time
         # Of autograd's thread, from the first operator of backward to the last.
@@ -344,7 +365,7 @@ class Seconds:
         torch.cuda.synchronize()
 
 
-def counted(way: Way, size: int, operators: int) -> dict[str, Any]:
+def counted(way: Way, chain: Chain) -> dict[str, Any]:
     """Of one step: calls of CUDA by name, waits of the host, and the allocator's peaks."""
     import emulated_cuda
 
@@ -352,7 +373,7 @@ def counted(way: Way, size: int, operators: int) -> dict[str, Any]:
     torch.cuda.reset_peak_memory_stats()
     held = torch.cuda.memory_allocated()
     before = emulated_cuda.counts()
-    Seconds(way, size, operators)
+    Seconds(way, chain)
     after = emulated_cuda.counts()
     calls = {
         name: after[name] - before.get(name, 0)
@@ -363,16 +384,14 @@ def counted(way: Way, size: int, operators: int) -> dict[str, Any]:
     measuring = 3  # `Seconds` itself
     calls["cudaDeviceSynchronize"] = calls.get("cudaDeviceSynchronize", 0) - measuring
     return {
-        "calls": {name: number / operators for name, number in sorted(calls.items()) if number},
+        "calls": {name: number / chain.operators for name, number in sorted(calls.items()) if number},
         "host_waits": sum(waits.values()) - measuring,
         "allocated_peak_bytes": torch.cuda.max_memory_allocated() - held,
         "reserved_peak_bytes": torch.cuda.max_memory_reserved(),
     }
 
 
-def ways(
-    size: int, operators: int, directory: Path, chosen: Sequence[str] = ()
-) -> tuple[dict[str, Way], dict[str, str]]:
+def ways(chain: Chain, directory: Path, chosen: Sequence[str] = ()) -> tuple[dict[str, Way], dict[str, str]]:
     """All (or plain and `chosen`) that can be had here, plain first; and why others cannot."""
     makers: dict[str, Callable[[], Way]] = {
         "plain": Way,
@@ -381,9 +400,9 @@ def ways(
         "torchtune_stand_in": lambda: Torchtune(stand_in=True),
         "deepspeed": DeepSpeedEngine,
         "megatron": MegatronGroups,
-        "ssdtrain_host": lambda: SSDTrain(size, operators, None),
-        "ssdtrain_ssd": lambda: SSDTrain(size, operators, directory),
-        "ssdtrain_auto": lambda: SSDTrainAuto(size, operators),
+        "ssdtrain_host": lambda: SSDTrain(chain, None),
+        "ssdtrain_ssd": lambda: SSDTrain(chain, directory),
+        "ssdtrain_auto": lambda: SSDTrainAuto(chain),
     }
     made, missing = {}, {}
     for name, make in makers.items():
@@ -396,9 +415,7 @@ def ways(
     return made, missing
 
 
-def measure_cuda(
-    size: int, operators: int, rounds: int, directory: Path, chosen: Sequence[str] = ()
-) -> dict[str, Any]:
+def measure_cuda(chain: Chain, rounds: int, directory: Path, chosen: Sequence[str] = ()) -> dict[str, Any]:
     """All figures, flat. `chosen` are the ways beside plain; () is all."""
     emulated: Any = None
     if importlib.util.find_spec("emulated_cuda") is not None:
@@ -406,25 +423,26 @@ def measure_cuda(
 
         emulated = emulated_cuda if emulated_cuda.active() else None
     torch.set_num_threads(1)
-    made, missing = ways(size, operators, directory, chosen)
+    made, missing = ways(chain, directory, chosen)
     rows: dict[str, list[Seconds]] = {name: [] for name in made}
     figures: dict[str, Any] = {
-        "tensor_bytes": size,
-        "operators": operators,
+        "tensor_bytes": chain.size,
+        "tensor_dtype": str(chain.dtype).removeprefix("torch."),
+        "operators": chain.operators,
         "rounds": rounds,
         "missing": missing,
     }
     with emulated.settings(queue=1 << 20) if emulated else nullcontext():
         for way in made.values():
-            way.settle(size, operators)
+            way.settle(chain)
         for turn in range(rounds + 3):  # the first ones grow pools
             for name, way in made.items():
-                seconds = Seconds(way, size, operators)
+                seconds = Seconds(way, chain)
                 if turn >= 3:
                     rows[name].append(seconds)
         for name, way in made.items():
             if emulated:
-                for key, value in counted(way, size, operators).items():
+                for key, value in counted(way, chain).items():
                     figures[f"{name}_{key}"] = value
                 figures[f"{name}_cuda_calls"] = sum(figures[f"{name}_calls"].values())
     for name, way in made.items():
@@ -436,7 +454,7 @@ def measure_cuda(
             taken = (getattr(seconds, attribute) for seconds in kinds)
             less = [one - other for one, other in zip(taken, plain, strict=True)]
             values = [getattr(seconds, attribute) for seconds in kinds] if name == "plain" else less
-            figures[f"{name}_{kind}_us"] = statistics.median(values) / operators * 1e6
+            figures[f"{name}_{kind}_us"] = statistics.median(values) / chain.operators * 1e6
     peer = BEST_PEER if BEST_PEER in made else f"{BEST_PEER}_stand_in"
     for name in made:
         for kind in ("pack", "unpack", "all"):

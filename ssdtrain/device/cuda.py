@@ -91,23 +91,15 @@ class CudaDevice:
         return source.clone()
 
     def copy_to_host(self, source: int, target: int, nbytes: int) -> Event | None:
-        stream = raw_current_stream(self._index)
-        event = self._streams.copy(source, target, nbytes, TO_HOST, self._store, stream)
-        if event is None:
-            event = self._made_current(
-                self._streams.copy, source, target, nbytes, TO_HOST, self._store, stream
-            )
+        request = source, target, nbytes, TO_HOST, self._store, raw_current_stream(self._index)
+        event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)
         self._recent.append(event)
         return event
 
     def copy_to_device(
         self, source: int, target: int, nbytes: int, after: Sequence[Event] = (), *, within: bool = False
     ) -> Event | None:
-        return self._copy(
-            source, target, nbytes, WITHIN if within else TO_DEVICE, self._load, NO_STREAM, after
-        )
-
-    def _copy(self, *request: Any) -> Event:
+        request = source, target, nbytes, WITHIN if within else TO_DEVICE, self._load, NO_STREAM, after
         event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)
         self._recent.append(event)
         return event
@@ -122,7 +114,7 @@ class CudaDevice:
     def load_event(self, after: Sequence[Event]) -> Event | None:
         for event in after:
             self.wait(event, self._load)
-        return self._recorded(self._load)
+        return self.record(self._load)
 
     def new_stream(self) -> int:
         handle = ctypes.c_void_p()
@@ -132,9 +124,8 @@ class CudaDevice:
         return handle.value or 0
 
     def record(self, stream: Any | None) -> Event | None:
-        return self._recorded(stream) if stream is not None else None
-
-    def _recorded(self, stream: int) -> Event:
+        if stream is None:
+            return None
         event = self._streams.record(stream) or self._made_current(self._streams.record, stream)
         self._recent.append(event)
         return event
@@ -206,7 +197,8 @@ class CudaDevice:
         """
         patience = Patience(UNPIN_TIMEOUT, self.progress)
         for stream in (raw_current_stream(self._index), self._store, self._load):
-            if not patience.wait(functools.partial(self.block, self._recorded(stream))):
+            event = self.record(stream)
+            if event is not None and not patience.wait(functools.partial(self.block, event)):
                 raise TimeoutError(
                     f"no work of {self.device} has ended for {UNPIN_TIMEOUT:g} s (a collective whose peer is gone?)"
                 )

@@ -3,7 +3,8 @@
  * a write can be cancelled until its first byte is transferred.
  *
  * The waiter polls instead of synchronising, so that it can stop even if the event never completes (a collective whose peer is
- * gone). */
+ * gone). It also looks for the next operation by itself for a while: waking it would cost the training thread a system call for
+ * each saved tensor. */
 #ifndef SSDTRAIN_IOPOOL_EVENTS_H
 #define SSDTRAIN_IOPOOL_EVENTS_H
 
@@ -11,6 +12,7 @@
 #define RELAXED 2     /* cudaStreamCaptureModeRelaxed: queries on this thread do not invalidate a capture on another */
 #define SHORTEST 20e-6 /* seconds between two polls of an event, growing by a half each time */
 #define LONGEST 500e-6
+#define LOOKS 20 /* for the next operation, ever further apart, before the waiter sleeps until it is woken: 4 ms */
 
 /* Under Pool.submitting. */
 static void await_event(Pool *pool, Operation *op) {
@@ -30,19 +32,24 @@ static void cancel_awaiting(Pool *pool) {
     pthread_mutex_unlock(&pool->awaiting);
 }
 
+static void pause_for(double seconds) {
+    struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
+    nanosleep(&t, NULL);
+}
+
 /* The next operation in order; NULL: the pool is closed and there is none. */
 static Operation *next_awaiting(Pool *pool) {
     pthread_mutex_lock(&pool->awaiting);
+    for (int looks = 0; !pool->first && !pool->closed && looks < LOOKS; looks++) {
+        pthread_mutex_unlock(&pool->awaiting);
+        pause_for(SHORTEST * (looks + 1));
+        pthread_mutex_lock(&pool->awaiting);
+    }
     while (!pool->first && !pool->closed) pthread_cond_wait(&pool->submitted, &pool->awaiting);
     Operation *op = pool->first;
     if (op) pool->first = op->next;
     pthread_mutex_unlock(&pool->awaiting);
     return op;
-}
-
-static void pause_for(double seconds) {
-    struct timespec t = {(time_t)seconds, (long)((seconds - (double)(time_t)seconds) * 1e9)};
-    nanosleep(&t, NULL);
 }
 
 /* After a cancel: the event may be destroyed as soon as this returns. */

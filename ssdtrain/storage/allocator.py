@@ -4,6 +4,7 @@ Works on sizes and offsets only. Not thread-safe: the caller holds a lock.
 """
 
 from bisect import bisect_left, insort
+from collections import defaultdict
 
 
 class RangeAllocator:
@@ -26,7 +27,7 @@ class RangeAllocator:
         self._ends: dict[int, int] = {}  # start -> end of a free range
         self._starts: dict[int, int] = {}  # end -> start of a free range
         self._taken: dict[int, int] = {}  # start -> length
-        self._ready: dict[int, list[int]] = {}  # length -> starts; Note: [Deferred coalescing]
+        self._ready: dict[int, list[int]] = defaultdict(list)  # length -> starts; Note: [Deferred coalescing]
         if size:
             self.extend(size)
 
@@ -37,14 +38,9 @@ class RangeAllocator:
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a range of `nbytes` (rounded up), or None where no free range is that long."""
         length = -(-nbytes // self.alignment) * self.alignment or self.alignment  # `rounded`
-        ready = self._ready.get(length)
-        if ready:
-            start = ready.pop()
-        else:
-            best = self._best(length)
-            if best is None:
-                return None
-            start = best
+        start = ready.pop() if (ready := self._ready[length]) else self._best(length)
+        if start is None:
+            return None
         self._taken[start] = length
         self.used += length
         return start + self._first
@@ -75,11 +71,7 @@ class RangeAllocator:
         start -= self._first
         length = self._taken.pop(start)
         self.used -= length
-        ready = self._ready.get(length)
-        if ready is None:
-            self._ready[length] = [start]
-        else:
-            ready.append(start)
+        self._ready[length].append(start)
         return length
 
     def extend(self, nbytes: int) -> None:
@@ -104,7 +96,7 @@ class RangeAllocator:
 
     def _join_ready(self) -> bool:
         """Merge cached ranges with their free neighbours. Returns False if there were none."""
-        ready, self._ready = self._ready, {}
+        ready, self._ready = self._ready, defaultdict(list)
         for length, starts in ready.items():
             for start in starts:
                 self._join(start, start + length)

@@ -14,6 +14,7 @@ from ssdtrain.storage import forks, memory
 from ssdtrain.storage.allocator import RangeAllocator
 from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.memory import ALIGNMENT
+from ssdtrain.storage.records import record
 from ssdtrain.storage.signal_safe_lock import make_signal_safe_lock
 
 logger = logging.getLogger(__name__)
@@ -30,18 +31,17 @@ class _OwningView(weakref.ref[memoryview]):
 Register = Callable[[int, int], Callable[[], None]]
 
 
+@record(collected=True)
 class Lease:
     """`nbytes` bytes of an arena at `address`, held until `release` or until the memoryview that `owning_view` returned is
     destroyed.
     """
 
-    __slots__ = ("_arena", "_held", "address", "nbytes")
-
-    def __init__(self, arena: "Arena", start: int, address: int, nbytes: int) -> None:
-        self._arena = arena
-        self._held = [start]
-        self.address = address
-        self.nbytes = nbytes
+    _arena: "Arena"
+    _start: int
+    """Deleted when it is released, once."""
+    address: int
+    nbytes: int
 
     def view(self) -> memoryview:
         """The bytes of this lease as a writable view, which does not keep the lease alive: see `owning_view`."""
@@ -59,10 +59,14 @@ class Lease:
     def release(self) -> None:
         """Release the bytes. Idempotent and lock-free; may run on any thread and in a finalizer."""
         try:
-            start = self._held.pop()
-        except IndexError:
+            start = self._start
+            del self._start
+        except AttributeError:
             return
-        self._arena._released(start, self.address, self.nbytes)
+        arena = self._arena
+        arena._returned.append((start, self.address, self.nbytes))
+        if arena._closed:
+            arena._drain_closed()
 
 
 class Arena:
@@ -172,14 +176,11 @@ class Arena:
             self._unmap(force)
         self._drain_closed()
 
-    def _released(self, start: int, address: int, nbytes: int) -> None:
-        self._returned.append((start, address, nbytes))
-        if self._closed and self._generation == forks.generation():
-            self._drain_closed()
-
     def _drain_closed(self) -> None:
         """After close no `acquire` drains any more. Must not block: Note: [Release from finalizers]. Whoever has
         the lock looks again when it has let go of it."""
+        if self._generation != forks.generation():
+            return
         while self._closed and self._returned and self._lock.acquire(blocking=False):
             try:
                 self._drain()
@@ -201,10 +202,11 @@ class Arena:
             self._allocator.free(start)
             if self._poison and self.mapped:
                 memory.fill(address, 0xFF, nbytes)
-        self._unmap(False)
+        if self._closed:
+            self._unmap(False)
 
     def _unmap(self, force: bool) -> None:
-        if not self._closed or not (force or not self._allocator.used) or not self.mapped:
+        if not (force or not self._allocator.used) or not self.mapped:
             return
         try:
             if self._unregister is not None:

@@ -70,7 +70,11 @@ class Slot:
     def record(self, operation: Operation, written_at: int | None) -> None:
         """Record a queued transfer; of a write, the address modulo 4096 that it writes from."""
         if written_at is not None:
-            self.record_write(operation, written_at)
+            writes = self._writes
+            if writes:
+                # The earlier content remains until this write starts; a cancelled write changes nothing.
+                writes = tuple([one for one in writes if not isinstance(one[0].failed(), IOCancelled)][-1:])
+            self._writes = (*writes, (operation, written_at))
         earlier = self._operations
         if not earlier:
             self._operations = (operation,)
@@ -78,15 +82,6 @@ class Slot:
         if len(earlier) > 1:  # rare: a slot is usually written once and read once
             earlier = tuple([old for old in earlier if not old.done()])
         self._operations = (*earlier, operation)
-
-    def record_write(self, operation: Operation, page_offset: int) -> None:
-        """Record a queued write from an address with `address % 4096 == page_offset`."""
-        if self._writes:
-            # The earlier content remains until this write starts; a cancelled write changes nothing.
-            earlier = [write for write in self._writes if not isinstance(write[0].failed(), IOCancelled)]
-            self._writes = (*earlier[-1:], (operation, page_offset))
-        else:
-            self._writes = ((operation, page_offset),)
 
     def readable_write(self) -> tuple[int, int, int]:
         """(page offset, checksum, digest) of the write whose bytes the slot holds; cancelled writes are skipped.

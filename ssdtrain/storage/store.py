@@ -20,7 +20,7 @@ from ssdtrain.storage.errors import StoreClosed
 from ssdtrain.storage.faults import Faults
 from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, transfers_since
-from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE, Request
+from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
 from ssdtrain.storage.signal_safe_lock import (
     holds_signal_safe_lock,
@@ -327,18 +327,20 @@ class SpillStore:
             self._check_open()
         if not hasattr(slot, "_held"):
             raise ValueError(f"{slot} was freed and cannot be used")
-        if kind & 1:
+        extents, nbytes = slot._extents, slot.nbytes
+        if reads := kind & 1:
             page_offset, checksum, digest = slot.readable_write()
         else:
-            page_offset = address % ALIGNMENT if kind == WRITE and not slot.address else 0
-        if slot.address:
-            kind = COPY_OUT if kind == READ else COPY_IN
-        extents = slot._extents or (len(self._slabs), slot.address, slot.nbytes)
-        request = Request(kind, address, slot.nbytes, page_offset, extents, event, defer, checksum, digest)
+            page_offset = address % ALIGNMENT if extents and kind == WRITE else 0
+        if not extents:  # in the host tier
+            kind = COPY_OUT if reads else COPY_IN
+            extents = len(self._slabs), slot.address, nbytes
         # Else the space of a transfer that the slot does not know is used again during it.
         with self._submitting:
-            operation = self.pool.submit(*request)
-            slot.record(operation, None if kind & 1 else page_offset)
+            operation = self.pool.submit(
+                kind, address, nbytes, page_offset, extents, event, defer, checksum, digest
+            )
+            slot.record(operation, None if reads else page_offset)
         return operation
 
     def use_pool(self, pool: Pool) -> None:

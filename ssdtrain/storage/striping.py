@@ -68,6 +68,7 @@ class StripedDrives:
 
     def __init__(self, slabs: Sequence[Slab], stripe: int, pattern: memory.Map | None) -> None:
         self.slabs = slabs
+        self._single = slabs[0] if len(slabs) == 1 else None
         self.costs = [1.0] * len(slabs)
         """Seconds per byte written and read again, relative to the fastest drive."""
         self._stripe = stripe
@@ -80,8 +81,8 @@ class StripedDrives:
     def reserve(self, nbytes: int) -> tuple[int, ...] | None:
         """Extents for a slot of `nbytes`, on one drive per stripe; on fewer if some are full. None: there is no room."""
         image = image_bytes(nbytes)
-        if len(self.slabs) == 1:
-            offset = self._take(self.slabs[0], image)
+        if self._single is not None:
+            offset = self._take(self._single, image)
             return None if offset is None else (0, offset, image)
         self._slots += 1
         self._bytes += nbytes

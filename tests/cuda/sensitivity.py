@@ -19,6 +19,7 @@ from typing import Any
 TESTS = [
     "tests/gpu/test_streams.py",
     "tests/cuda/test_sides.py",
+    "tests/cuda/test_late_copies.py",
     "tests/cuda/test_training.py::test_whatever_comes_late_the_bits_are_those_of_a_run_without",
     "tests/cuda/test_programs.py",
     "tests/cuda/test_gpudirect.py",
@@ -47,7 +48,7 @@ def without(call: str, caller: str, otherwise: Any = None) -> Callable[[Any], No
 def store_without_wait(device: Any) -> None:
     from ssdtrain.device.streams import NO_STREAM, TO_HOST
 
-    device.copy_to_host = lambda self, source, target, nbytes: self._copy(
+    device.copy_to_host = lambda self, source, target, nbytes: self._streams.copy(
         source, target, nbytes, TO_HOST, self._store, NO_STREAM
     )
 
@@ -64,7 +65,7 @@ def event_before_the_copy(device: Any) -> None:
         original = getattr(device, call)
 
         def copy(self: Any, *arguments: Any, **named: Any) -> Any:
-            event = self._recorded(getattr(self, stream))
+            event = self.record(getattr(self, stream))
             original(self, *arguments, **named)
             return event
 

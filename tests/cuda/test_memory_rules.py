@@ -140,6 +140,17 @@ def test_a_copy_from_pageable_memory_takes_the_bytes_at_once(device: torch.devic
     assert emulated_cuda.counts()["pageable copies"] - before.get("pageable copies", 0) == 2
 
 
+def test_a_device_that_reads_pageable_memory_itself_reads_it_when_the_copy_runs(device: torch.device) -> None:
+    host = torch.arange(1000.0)
+    x = torch.empty(1000, device=device)
+    torch.cuda.synchronize()
+    with emulated_cuda.settings(pageable_late=1):
+        sleep(100)
+        x.copy_(host, non_blocking=True)
+    host.fill_(7)  # too early
+    assert bool((x.cpu() == 7).all())
+
+
 def test_a_copy_to_pageable_memory_returns_when_it_has_ended(device: torch.device) -> None:
     x = torch.arange(1000.0, device=device)
     host = torch.zeros(1000)

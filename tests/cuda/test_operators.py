@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import emulated_cuda
 import pytest
@@ -274,3 +274,44 @@ def test_errors_of_shapes_are_those_of_the_host(device: torch.device) -> None:
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         torch.ones(2, 3, device=device) @ torch.ones(2, 3, device=device)
     assert torch.ones(2, device=device).sum().item() == 2
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize(
+    ("name", "kernel"),
+    [
+        ("adaptive_avg_pool2d", "adaptive_avg_pool2d_backward_cuda"),
+        ("grid_sample", "grid_sampler_2d_backward_cuda"),
+        ("interpolate", "upsample_linear1d_backward_out_cuda"),
+        ("pad", "reflection_pad1d_backward_out_cuda"),
+    ],
+)
+def test_an_operator_without_a_deterministic_version_raises(
+    name: str, kernel: str, device: torch.device
+) -> None:
+    x = torch.randn(2, 3, 8, 8, device=device, requires_grad=True)
+    y = {
+        "adaptive_avg_pool2d": lambda: F.adaptive_avg_pool2d(x, 3),
+        "grid_sample": lambda: F.grid_sample(x, torch.zeros(2, 4, 4, 2, device=device), align_corners=False),
+        "interpolate": lambda: F.interpolate(x[0], scale_factor=2.0, mode="linear"),
+        "pad": lambda: F.pad(x[0], (1, 1), mode="reflect"),
+    }[name]()
+    with pytest.raises(RuntimeError, match=f"{kernel} does not have a deterministic implementation"):
+        y.sum().backward()
+
+
+@pytest.mark.usefixtures("deterministic")
+def test_what_a_transformer_computes_has_deterministic_versions(device: torch.device) -> None:
+    layer = torch.nn.TransformerEncoderLayer(32, 4, 64, batch_first=True, device=device)
+    embedding = torch.nn.Embedding(50, 32, device=device)
+    words = torch.randint(0, 50, (2, 16), device=device)
+    loss = F.cross_entropy(layer(embedding(words)).flatten(0, 1), words.flatten() % 32)
+    loss.backward()
+    assert embedding.weight.grad is not None and bool(embedding.weight.grad.isfinite().all())

@@ -19,6 +19,9 @@ from ssdtrain.offload.transfer.state import State
 
 __all__ = ["Prefetcher"]
 
+# Looked up once: each saved tensor comes by here.
+_STORING, _STORED, _STAGED, _LOADING = State.STORING, State.STORED, State.STAGED, State.LOADING
+
 MATTERS = 2 * MiB
 """Bytes of a tape from which on an arena is compared with what has left memory: of less it is small, too."""
 
@@ -190,7 +193,7 @@ class Prefetcher:
             ahead.append(region)
             nbytes += region.nbytes
             transfer = region.transfer
-            if transfer.state is State.STORED and transfer.pinned:
+            if transfer.state is _STORED and transfer.pinned:
                 continue  # nothing is to be read
             if not self._settle(region):
                 self._unread.append(region)
@@ -210,10 +213,10 @@ class Prefetcher:
     def _settle(self, region: Region) -> bool:
         """Begin the read of a region that is stored, or have one that is being stored stay. False: it can be read later only."""
         transfer = region.transfer
-        if transfer.state is State.STORING and not self._mover.stop_store(region):
+        if transfer.state is _STORING and not self._mover.stop_store(region):
             self._mover.keep_resident(region)
             return region.pointer != 0 or transfer.payload is not None
-        if transfer.state is not State.STORED:
+        if transfer.state is not _STORED:
             return True
         loads = self._mover.loads
         if not self._reads or (
@@ -259,8 +262,8 @@ class Prefetcher:
             transfer = region.transfer
             state = transfer.state
             taken = 0 if region.pointer else region.nbytes  # it is in its tensor
-            departed = taken and transfer.payload is None and state in (State.STAGED, State.STORING)
-            if departed and transfer.codec is not None:
+            here = state is _STORING or state is _STAGED
+            if here and taken and transfer.payload is None and transfer.codec is not None:
                 taken += transfer.stored_bytes  # decoded as it comes: its payload is there beside it
             room -= taken
             if place and (room < 0 or region is beyond):
@@ -268,15 +271,15 @@ class Prefetcher:
             if not taken:
                 pass
             elif transfer.pinned:
-                if in_order and state is State.STORED:
+                if in_order and state is _STORED:
                     loads.begin(region, on_demand=False)
-            elif transfer.payload is not None and state in (State.STAGED, State.STORING):
+            elif here and transfer.payload is not None:
                 pass  # decoded on the stream that asks for it
-            elif state is State.STAGED:
+            elif state is _STAGED:
                 mover.unstage(region)
-            elif state is State.STORING and transfer.loaded is None:
+            elif state is _STORING and transfer.loaded is None:
                 mover.bring_back(region)
-            elif state in (State.STORED, State.LOADING):
+            elif state is _STORED or state is _LOADING:
                 loads.reserve_target(region)
                 operation = transfer.operation
                 in_order = in_order and operation is not None and operation.done() and not operation.failed()

@@ -64,7 +64,7 @@ class GpuDirectTransfer(StagedTransfer):
         event = self.device.record(self.device.current_stream())
         handle = self.device.event_handle(event)
         operation = self.store.transfer_device(slot, address_of(region), into=True, after_event=handle)
-        return Write(operation, event=event, in_place=True)
+        return Write(operation, 0, None, event, True)
 
     def _is_direct(self, region: Region) -> bool:
         transfer = region.transfer
@@ -90,7 +90,7 @@ class GpuDirectTransfer(StagedTransfer):
             transfer.slot, tensor.data_ptr(), into=False, after_event=self.device.event_handle(event)
         )
         loaded, payload = (tensor, None) if transfer.codec is None else (None, tensor)
-        return Read(operation, None, loaded, payload, target, event, in_place=True)
+        return Read(operation, None, loaded, payload, target, event, True)
 
     def advance_load(self, region: Region) -> Arrival:
         transfer = region.transfer

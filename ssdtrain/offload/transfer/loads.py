@@ -22,6 +22,9 @@ from ssdtrain.storage import IOCancelled, SourceChanged
 
 __all__ = ["Loads", "keep_for_ever"]
 
+# Looked up once: each saved tensor comes by here.
+_STORED, _LOADING, _LOADED = State.STORED, State.LOADING, State.LOADED
+
 
 _HUNG: list[object] = []
 
@@ -60,7 +63,7 @@ class Loads:
             arrival = self.transfer.copy_back(region)
             transfer.arrived(arrival)
             transfer.event = arrival.event
-            transfer.state = State.LOADED
+            transfer.state = _LOADED
             self.metrics.loaded_bytes += transfer.moved_bytes
             return True
         read = self._begin(region, on_demand)
@@ -99,7 +102,7 @@ class Loads:
     def reserve_target(self, region: Region) -> None:
         """Have the device memory for a region whose load is under way. See Note: [Load targets]."""
         transfer = region.transfer
-        if transfer.state is State.LOADING and transfer.in_place:
+        if transfer.state is _LOADING and transfer.in_place:
             return  # it is being filled
         if transfer.target is None or transfer.target.tensor is None:  # none yet, or that of an earlier load
             transfer.target = self.transfer.reserve_target(region)
@@ -122,7 +125,7 @@ class Loads:
             if transfer.prefetched:
                 self._not_prefetched(region)
             self._abandon(region)
-            transfer.state = State.STORED
+            transfer.state = _STORED
             if isinstance(error, IOCancelled):
                 raise after_close() from error
             if isinstance(error, SourceChanged):
@@ -142,7 +145,7 @@ class Loads:
         if arrival is not None:
             transfer.arrived(arrival)
         transfer.operation = transfer.lease = None
-        transfer.state = State.LOADED
+        transfer.state = _LOADED
         self.metrics.loaded_bytes += transfer.moved_bytes
         return True
 
@@ -171,7 +174,7 @@ class Loads:
         """Backward gets the region now: what it does is ordered after the load."""
         transfer = region.transfer
         copied_or_encoded = self.transfer.copies or transfer.payload is not None
-        if copied_or_encoded and (transfer.loaded is not None or transfer.state is State.LOADED):
+        if copied_or_encoded and (transfer.loaded is not None or transfer.state is _LOADED):
             began = 0.0 if transfer.loaded is not None else time.perf_counter()
             decoded = self.transfer.end_load(region)
             if decoded is not None:
@@ -183,9 +186,9 @@ class Loads:
     def let_go(self, region: Region) -> None:
         """What was handed out owns the loaded bytes, or has changed them: they are not handed out again."""
         transfer = region.transfer
-        if transfer.state is State.LOADED:
+        if transfer.state is _LOADED:
             transfer.drop_loaded()
-            transfer.state = State.STORED
+            transfer.state = _STORED
         else:
             transfer.loaded = None
 
@@ -195,7 +198,7 @@ class Loads:
         if transfer.prefetched:
             self._not_prefetched(region)
         transfer.drop_loaded()
-        transfer.state = State.STORED
+        transfer.state = _STORED
 
     def _not_prefetched(self, region: Region) -> None:
         """It was until now."""
@@ -211,7 +214,7 @@ class Loads:
                 continue
             if not in_place and self.transfer.copies and region.transfer.lease is None:
                 continue  # on the device, or on the way there without a buffer; or its buffer comes back with its copy
-            if region.transfer.state is State.LOADING:
+            if region.transfer.state is _LOADING:
                 operation = region.transfer.operation
                 assert operation is not None
                 if not operation.cancel() and not operation.done():
@@ -257,5 +260,5 @@ class Loads:
 
     def busy(self) -> list[Region]:
         """Regions whose memory a read uses."""
-        loading = [region for region in self._prefetched if region.transfer.state is State.LOADING]
+        loading = [region for region in self._prefetched if region.transfer.state is _LOADING]
         return [*self.leaving, *self._needed, *loading]

@@ -38,7 +38,8 @@ __all__ = ["Mover"]
 logger = logging.getLogger("ssdtrain")
 
 # Looked up once: each saved tensor comes by here.
-_STORING, _STORED, _RELEASED = State.STORING, State.STORED, State.RELEASED
+_RESIDENT, _STORING, _STAGED, _STORED = State.RESIDENT, State.STORING, State.STAGED, State.STORED
+_LOADING, _LOADED, _RELEASED = State.LOADING, State.LOADED, State.RELEASED
 
 
 class Mover:
@@ -204,7 +205,7 @@ class Mover:
     def _reap_checks(self) -> None:
         while self._checks and self._checks[0][1].event.query():
             region, check = self._checks.popleft()
-            if region.transfer.state is not State.RESIDENT or region.transfer.payload is None:
+            if region.transfer.state is not _RESIDENT or region.transfer.payload is None:
                 continue  # released
             overflowed = bool(check.flag.item())
             if overflowed:
@@ -295,7 +296,7 @@ class Mover:
     def _end_store(self, region: Region, operation: Operation) -> None:
         transfer = region.transfer
         error = operation.failed()
-        if error is not None and transfer.state is not State.RELEASED:
+        if error is not None and transfer.state is not _RELEASED:
             if isinstance(error, IOFailure):
                 self._store_failed(region, error)
             else:
@@ -303,11 +304,11 @@ class Mover:
             return
         if self.metrics.spans is not None:
             self.metrics.count_transfer("stores", region, operation)
-        if transfer.spare_bytes and transfer.state is not State.RELEASED and not self._in_tier(region):
+        if transfer.spare_bytes and transfer.state is not _RELEASED and not self._in_tier(region):
             self._store_again(region)
             return
         self.stores.nbytes -= transfer.moved_bytes
-        if transfer.state is State.RELEASED:
+        if transfer.state is _RELEASED:
             self._close_write(region)
             self._free_slot(region)
             region.empty_()
@@ -317,17 +318,18 @@ class Mover:
             self._stay(region)
         elif transfer.loaded is not None:
             self._close_write(region)
-            transfer.state = State.LOADED
+            transfer.state = _LOADED
         elif transfer.keep_resident and (payload := transfer.payload) is not None:
             # The same, encoded.
             self._close_write(region)
             transfer.payload = payload
-            transfer.state = State.LOADED
+            transfer.state = _LOADED
             self._count_forwarded(region)
         else:
             self._close_write(region)
-            region.empty_()
-            transfer.state = State.STORED
+            if region.pointer:
+                region.empty_()
+            transfer.state = _STORED
 
     def _in_tier(self, region: Region) -> bool:
         """Whether the tier holds the region: False if its payload has overflowed, and is stored without the values."""
@@ -378,7 +380,7 @@ class Mover:
         self._free_slot(region)
         if region.transfer.loaded is None and region.emptied:
             region.transfer.operation = None
-            region.transfer.state = State.STAGED
+            region.transfer.state = _STAGED
             return
         self._close_write(region)
         region.transfer.stays_resident()
@@ -481,7 +483,7 @@ class Mover:
         transfer.state = _RELEASED
         if state is _RELEASED:
             return
-        if state is State.LOADING or state is State.LOADED:
+        if state is _LOADING or state is _LOADED:
             self.loads.forget(region)
         else:
             transfer.loaded = None  # no read fills it
@@ -489,10 +491,10 @@ class Mover:
             transfer.drop_target()
         if state is _STORING:
             self._release_store(region)
-        elif state is State.LOADING:
+        elif state is _LOADING:
             self.loads.release(region)
         else:
-            if state is State.STAGED:
+            if state is _STAGED:
                 self._close_write(region)
             transfer.loaded = transfer.payload = None
             if region.pointer:

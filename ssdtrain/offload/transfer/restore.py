@@ -53,7 +53,7 @@ class Restorer:
             error.subject = origin_text(region, self._models) + parts
             raise
         proof = handle.proof
-        if tensor is not None and proof is not None and tensor.untyped_storage().data_ptr() != region.pointer:
+        if proof is not None and tensor is not None and tensor.untyped_storage().data_ptr() != region.pointer:
             proof.check(tensor, partial(origin_text, region, self._models))
         return tensor
 

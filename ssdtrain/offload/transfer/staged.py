@@ -107,13 +107,13 @@ class StagedTransfer:
         if slot.pinned:
             event = self._copy_out(region, slot.address)
             operation = self._copied(slot, event, region.transfer.stored_bytes, into=True)
-            return Write(operation, event=event)
+            return Write(operation, 0, None, event)
         lease = self.buffers.acquire(region.transfer.staged_bytes)
         if lease is None:
             return None
         event = self._copy_out(region, lease.address)
         # Never deferred: the pool's workers wait for the device anyway.
-        return Write(self._write(region, lease, event), lease=lease, event=event)
+        return Write(self._write(region, lease, event), 0, lease, event)
 
     def copy_out(self, region: Region, slot: Slot) -> Event | None:
         event = self._pinned_ends[0] = self.device.copy_to_host(
@@ -203,7 +203,9 @@ class StagedTransfer:
     def recall(self, region: Region) -> Arrival | None:
         transfer = region.transfer
         if transfer.payload is not None:
-            return self._decode(region, transfer.payload)._replace(payload=transfer.payload)
+            decoded = self._decode(region, transfer.payload)
+            decoded.payload = transfer.payload
+            return decoded
         host = None if region.in_tensor else self._staged(region)
         if host is None:
             return None
@@ -225,7 +227,9 @@ class StagedTransfer:
         if arrival.event is not None:
             self.device.wait(arrival.event)
         target.streams.append(self.device.current_stream())
-        return self._decode(region, payload)._replace(target=target, event=arrival.event)
+        decoded = self._decode(region, payload)
+        decoded.target, decoded.event = target, arrival.event
+        return decoded
 
     def _staged(self, region: Region) -> int | None:
         """Address of the pinned memory where a store has put the bytes; None: there is none now."""
@@ -261,7 +265,7 @@ class StagedTransfer:
         if not allow_unpooled:
             return None
         buffer = torch.empty(transfer.stored_bytes, dtype=torch.uint8, device="cpu")
-        return Read(self.store.read(transfer.slot, buffer.data_ptr()), loaded=buffer)
+        return Read(self.store.read(transfer.slot, buffer.data_ptr()), None, buffer)
 
     def advance_load(self, region: Region) -> Arrival:
         lease, unpooled = region.transfer.lease, region.transfer.loaded
@@ -275,9 +279,9 @@ class StagedTransfer:
         if unpooled is not None and arrival.event is not None:
             self._passing[_BUFFERLESS_TO_DEVICE].append((arrival.event, None, unpooled))
         self._return(lease, arrival.event, region.transfer.event, region)
-        if region.transfer.codec is None:
-            return arrival
-        return arrival._replace(loaded=None, payload=arrival.loaded)
+        if region.transfer.codec is not None:
+            arrival.loaded, arrival.payload = None, arrival.loaded
+        return arrival
 
     def _copy_in(self, region: Region, host: int, nbytes: int, after: Event | None = None) -> Arrival:
         """Queue the copy of `nbytes` at the address `host`, those that are stored, to the device, behind `after`."""
@@ -338,7 +342,7 @@ class StagedTransfer:
         if payload is region.transfer.payload and region.transfer.target is None:
             self.device.record_use(payload)
         values = self._encoding.decode(region, payload)
-        return Arrival(values, decoded=self.device.record(self.device.current_stream()))
+        return Arrival(values, None, None, None, self.device.record(self.device.current_stream()))
 
     def poll(self) -> None:
         self.targets.note_deaths()

@@ -36,6 +36,9 @@ class State(enum.Enum):
     RELEASED = "released"  # nowhere: they are not needed any more
 
 
+_STORING, _LOADING = State.STORING, State.LOADING
+
+
 class Encoded(NamedTuple):
     """A payload that was made."""
 
@@ -54,7 +57,8 @@ class PayloadCheck(NamedTuple):
     """The end of the copy."""
 
 
-class Write(NamedTuple):
+@record()
+class Write:
     """A write that was queued."""
 
     operation: Operation
@@ -68,7 +72,8 @@ class Write(NamedTuple):
     """The memory of the tensor, or of its payload, is written from itself: it stays until the write has ended."""
 
 
-class Read(NamedTuple):
+@record()
+class Read:
     """A read that was queued, into one of the three."""
 
     operation: Operation
@@ -83,7 +88,8 @@ class Read(NamedTuple):
     """It fills device memory itself."""
 
 
-class Arrival(NamedTuple):
+@record()
+class Arrival:
     """Bytes of a region that came back to memory, or are on the way there on the load stream."""
 
     loaded: torch.Tensor | None
@@ -156,8 +162,9 @@ class TransferState:
 
     def write_began(self, write: Write) -> None:
         """RESIDENT -> STORING."""
-        self.operation, self.page_offset, self.lease, self.event, self.in_place = write
-        self.state = State.STORING
+        self.operation, self.page_offset, self.lease = write.operation, write.page_offset, write.lease
+        self.event, self.in_place = write.event, write.in_place
+        self.state = _STORING
 
     def stays_resident(self) -> None:
         """-> RESIDENT: nothing is in a tier, and all bytes are in one piece of memory."""
@@ -186,18 +193,20 @@ class TransferState:
 
     def read_began(self, read: Read) -> None:
         """STORED -> LOADING."""
-        self.operation, self.lease, self.loaded, self.payload, target, event, self.in_place = read
-        if self.loaded is not None:
-            self.loaded_version = self.loaded._version
-        if target is not None:
-            self.target, self.load_event = target, event
-        self.state = State.LOADING
+        self.operation, self.lease, self.in_place = read.operation, read.lease, read.in_place
+        self.loaded, self.payload = read.loaded, read.payload
+        if read.loaded is not None:
+            self.loaded_version = read.loaded._version
+        if read.target is not None:
+            self.target, self.load_event = read.target, read.event
+        self.state = _LOADING
 
     def arrived(self, arrival: Arrival) -> None:
         """The bytes are in memory, or follow on the load stream."""
-        self.loaded, self.payload = arrival.loaded, arrival.payload
-        if arrival.loaded is not None:
-            self.loaded_version = arrival.loaded._version
+        loaded = self.loaded = arrival.loaded
+        self.payload = arrival.payload
+        if loaded is not None:
+            self.loaded_version = loaded._version
         self.decoding = arrival.decoded
         if arrival.target is not None:
             self.target, self.load_event = arrival.target, arrival.event

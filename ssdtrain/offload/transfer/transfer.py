@@ -219,8 +219,8 @@ class DirectTransfer:
             self.rests.put_back(region, buffer)
         operation = self.store.read(transfer.slot, buffer.data_ptr(), defer=not on_demand)
         if transfer.codec is None:
-            return Read(operation, loaded=buffer)
-        return Read(operation, payload=buffer)
+            return Read(operation, None, buffer)
+        return Read(operation, None, None, buffer)
 
     def advance_load(self, region: Region) -> None:
         return None

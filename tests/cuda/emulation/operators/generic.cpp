@@ -100,7 +100,36 @@ struct Schema {
   std::vector<bool> written, generator;
   std::vector<int> returned;  // for each result, the argument that it is; -1: a new tensor
   bool random = false, in_place = true, indexes = false;
+  const char* alert = nullptr;  // the name in the error of an operator whose kernel for CUDA has no deterministic version
 };
+
+// Those that alert whatever their arguments are, and the names that they give (as found in libtorch_cuda.so 2.14.1).
+const char* without_deterministic_version(const std::string& name) {
+  static const std::unordered_map<std::string, const char*> names = {
+      {"_adaptive_avg_pool2d_backward", "adaptive_avg_pool2d_backward_cuda"},
+      {"_adaptive_avg_pool3d_backward", "adaptive_avg_pool3d_backward_cuda"},
+      {"adaptive_max_pool2d_backward", "adaptive_max_pool2d_backward_cuda"},
+      {"avg_pool3d_backward", "avg_pool3d_backward_cuda"},
+      {"max_pool3d_with_indices_backward", "max_pool3d_with_indices_backward_cuda"},
+      {"fractional_max_pool2d_backward", "fractional_max_pool2d_backward_cuda"},
+      {"fractional_max_pool3d_backward", "fractional_max_pool3d_backward_cuda"},
+      {"max_unpool2d", "max_unpooling2d_forward_out"},
+      {"max_unpool3d", "max_unpooling3d_forward_out"},
+      {"upsample_linear1d_backward", "upsample_linear1d_backward_out_cuda"},
+      {"upsample_bilinear2d_backward", "upsample_bilinear2d_backward_out_cuda"},
+      {"upsample_bicubic2d_backward", "upsample_bicubic2d_backward_out_cuda"},
+      {"upsample_trilinear3d_backward", "upsample_trilinear3d_backward_out_cuda"},
+      {"reflection_pad1d_backward", "reflection_pad1d_backward_out_cuda"},
+      {"reflection_pad3d_backward", "reflection_pad3d_backward_out_cuda"},
+      {"replication_pad1d_backward", "replication_pad1d_backward_cuda"},
+      {"replication_pad2d_backward", "replication_pad2d_backward_cuda"},
+      {"replication_pad3d_backward", "replication_pad3d_backward_cuda"},
+      {"_ctc_loss_backward", "ctc_loss_backward_gpu"},
+      {"grid_sampler_2d_backward", "grid_sampler_2d_backward_cuda"},
+      {"grid_sampler_3d_backward", "grid_sampler_3d_backward_cuda"}};
+  auto found = names.find(name.substr(0, name.find('.')).substr(name.rfind("::") + 2));
+  return found == names.end() ? nullptr : found->second;
+}
 
 const Schema& schema_of(const OperatorHandle& op) {
   static std::mutex mutex;
@@ -126,6 +155,7 @@ const Schema& schema_of(const OperatorHandle& op) {
     schema.in_place = schema.in_place && is >= 0;
   }
   schema.indexes = name.find("index") != std::string::npos;
+  schema.alert = without_deterministic_version(name);
   return known->emplace(name, std::move(schema)).first->second;
 }
 
@@ -169,6 +199,7 @@ struct BelowAll {  // neither autograd nor autocast nor modes of Python see the 
 
 void run_operator(const OperatorHandle& op, Stack* stack) {
   const Schema& schema = schema_of(op);
+  if (schema.alert) at::globalContext().alertNotDeterministic(schema.alert);
   size_t base = stack->size() - schema.arguments;
   std::vector<IValue> arguments(stack->begin() + base, stack->end());
 

@@ -1,6 +1,6 @@
 // Copies and fills, by the kind of memory on each side, with the waits of the host that CUDA's "API synchronization behavior" lists:
 // pinned memory and devices copy in the order of the stream; a copy to pageable memory returns when it has ended; a copy from
-// pageable memory takes the bytes at once and goes on by itself.
+// pageable memory takes the bytes at once and goes on by itself (or later, where the device reads such memory: `pageable_late`).
 #include "emulation.h"
 
 #include <cstring>
@@ -73,8 +73,9 @@ cudaError_t copy(const char* call, void* target, const void* source, size_t size
   Direction direction = to.device ? (from.device ? IN_DEVICES : TO_DEVICE) : (from.device ? FROM_DEVICE : IN_HOST);
   count(BYTES[direction], (long)size);
   int device = stream->device;
-  if (direction == TO_DEVICE && from.range.place == Place::pageable && !stream->capture) {
-    count("pageable copies");
+  bool from_pageable = direction == TO_DEVICE && from.range.place == Place::pageable && !stream->capture;
+  if (from_pageable) count("pageable copies");
+  if (from_pageable && !setting("pageable_late")) {
     if (setting("pageable_wait")) {
       count_wait(call);
       stream->wait_for(stream->place());

@@ -30,6 +30,7 @@ Setting settings[] = {
     {"queue", 1024},      // work that a stream takes before a call that gives it more waits for room, as a device's queue does
     {"poison", 1},        // fresh and freed memory is filled with 0xCB
     {"peers", 1},         // devices can access each other's memory
+    {"pageable_late", 0}, // 1: copies from pageable memory read it when they run, as a device does that can
     {"pageable_wait", 0}, // 1: copies from pageable memory wait for the stream, as a driver may
 };
 
