@@ -28,6 +28,11 @@ class Finding:
     """ok; "-" for what is missing and need not be there; warning: works, worse than it could; broken: SSDTrain will not run."""
     remedy: str = ""
 
+    @classmethod
+    def judged(cls, subject: str, found: str, trouble: str = "", verdict: str = WARNING) -> Finding:
+        """Return a finding that is good, unless there is `trouble`, which says what to do."""
+        return cls(subject, found, verdict if trouble else GOOD, trouble)
+
 
 def show(findings: Sequence[tuple[str, Finding]], console: Console, *, with_nodes: bool = False) -> None:
     """Print each finding with its remedy, and how many are broken.

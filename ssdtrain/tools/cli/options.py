@@ -11,9 +11,19 @@ from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.text import size_text
 from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_rate, parse_ssds
 
-__all__ = ["add_machine", "given", "number", "rate", "size", "whole"]
+__all__ = ["add_machine", "command_parser", "given", "number", "rate", "size", "whole"]
 
 T = TypeVar("T")
+
+
+def command_parser(command: str, description: str | None, examples: str = "") -> argparse.ArgumentParser:
+    """Make the parser of a command, whose description and examples are shown as they are written."""
+    return argparse.ArgumentParser(
+        prog=f"ssdtrain {command}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def given(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -95,19 +105,23 @@ def rate(text: str) -> float:
     return found
 
 
-def add_machine(parser: argparse.ArgumentParser, node: int | None) -> None:
+def add_machine(parser: argparse._ActionsContainer, node: int | None) -> None:
     """Add --gpu, --ssd, --gpus-per-node, --reserve, --efficiency and --json.
 
     Args:
         node: default of --gpus-per-node.
     """
     parser.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
-    parser.add_argument("--ssd", type=given(parse_ssds), help='drives of a node: "4 x 7GB/s"')
+    parser.add_argument(
+        "--ssd",
+        type=given(parse_ssds),
+        help='drives of a node: "4 x 7GB/s", "2 x 7GB/s, write 5GB/s, 3.84TB, 1 DWPD"',
+    )
     parser.add_argument(
         "--gpus-per-node",
         type=whole(),
         default=node,
-        help="GPUs of a node, which share its drives; default: 8",
+        help="GPUs of a node, which share its drives and host memory; default: 8",
     )
     parser.add_argument(
         "--reserve",
