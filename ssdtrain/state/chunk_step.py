@@ -48,7 +48,7 @@ class _Stepped(NamedTuple):
 
 
 class ChunkStep:
-    """The step of one chunk, with the options of the moment when it fell due: a `PendingStep`.
+    """The step of one chunk, with the options of the moment when it fell due.
 
     Args:
         groups: of the optimizer, each with those of its parameters that are of the chunk and have a gradient.
@@ -75,6 +75,11 @@ class ChunkStep:
         return self._future is not None and self._future.done()
 
     def begin(self, *, required: bool) -> bool:
+        """Bring what it needs into memory, or on its way, and give it to the thread. Returns whether it has it.
+
+        Args:
+            required: wait for room, and exceed the limit rather than not begin.
+        """
         if self._future is not None:
             return True
         owner, chunk, residency = self._owner, self._chunk, self._owner.residency
@@ -122,6 +127,11 @@ class ChunkStep:
         return True
 
     def finish(self) -> None:
+        """Begin it if it has not begun, wait for its end, and let go what it has used.
+
+        Raises:
+            Exception: what the thread has raised.
+        """
         owner, chunk, residency = self._owner, self._chunk, self._owner.residency
         self.begin(required=True)
         assert self._future is not None

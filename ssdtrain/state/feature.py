@@ -28,7 +28,7 @@ from ssdtrain.state.optimizer import ChunkedOptimizer
 from ssdtrain.state.plan import CHUNK_BUFFERS, StateChoice, StateChunk, StatePlan, plan_state
 from ssdtrain.state.residency import Residency, StateTimes
 from ssdtrain.state.stored import StoredTensor
-from ssdtrain.state.transfers import InPlace, Staged, StateTransfers
+from ssdtrain.state.transfers import Staged, StateTransfers
 from ssdtrain.state.vertical import run_vertically
 from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.storage.metrics import TierMetrics
@@ -230,10 +230,10 @@ class ModelState(Feature):
             allowed = "more capacity, another directory, or a higher device_limit"
             raise ConfigError([ConfigIssue(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
 
-    def _transfers(self, store: SpillStore, largest: int) -> InPlace | Staged:
+    def _transfers(self, store: SpillStore, largest: int) -> StateTransfers:
         verify = self._config.verify == "all"
         if self._in_place:
-            return InPlace(store, verify=verify)
+            return StateTransfers(store, verify=verify)
         nbytes = max(2 * largest, 1)
         check_host_budget(
             nbytes, self._place.local_world_size, subject="the two largest chunks of ssdtrain.state"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 
 import torch
 from torch import nn
@@ -88,7 +88,10 @@ def find_chunks(
     staying: Counter[str] = Counter()
     chunks: list[Chunk] = []
     prefixes: dict[Chunk, str] = {}
-    for name, block in _once(blocks):
+    names: dict[nn.Module, str] = {}  # a block that stands in several places is listed once
+    for name, block in blocks.items():
+        names.setdefault(block, name)
+    for block, name in names.items():
         movable: dict[str, nn.Parameter] = {}
         for local, parameter in block.named_parameters():
             reason = _why_it_stays(parameter, alone, needed, device, config.min_bytes)
@@ -139,15 +142,6 @@ def _why_it_stays(
     if parameter.dtype not in MOVABLE:
         return f"of {parameter.dtype}"
     return "in memory that torch cannot free and allocate (load_state_dict with assign=True, or part of a larger tensor)"
-
-
-def _once(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """List a block that stands in several places once."""
-    seen: set[nn.Module] = set()
-    for name, block in blocks.items():
-        if block not in seen:
-            seen.add(block)
-            yield name, block
 
 
 def _not_shared(model: nn.Module) -> Iterator[nn.Parameter]:

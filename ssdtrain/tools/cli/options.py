@@ -14,6 +14,7 @@ from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_rate, parse_ssd
 __all__ = ["add_machine", "command_parser", "given", "number", "rate", "size", "whole"]
 
 T = TypeVar("T")
+F = TypeVar("F", int, float)
 
 
 def command_parser(command: str, description: str | None, examples: str = "") -> argparse.ArgumentParser:
@@ -38,6 +39,27 @@ def given(parse: Callable[[str], T]) -> Callable[[str], T]:
     return converted
 
 
+def _figure(
+    convert: Callable[[str], F], what: str, allowed: str, zero: bool, most: float
+) -> Callable[[str], F]:
+    def parse(text: str) -> F:
+        try:
+            found = convert(text)
+        except ValueError:
+            raise InvalidValue(f"is not {what}", allowed) from None
+        if isinstance(found, float) and not math.isfinite(found):
+            raise InvalidValue("is not finite", allowed)
+        if found < 0:
+            raise InvalidValue("is negative", allowed)
+        if not found and not zero:
+            raise InvalidValue("is 0", allowed)
+        if found > most:
+            raise InvalidValue(f"is above {most:g}", allowed)
+        return found
+
+    return given(parse)
+
+
 def number(allowed: str, *, zero: bool = True, most: float = math.inf) -> Callable[[str], float]:
     """An argparse type: a finite number that is not negative.
 
@@ -46,43 +68,14 @@ def number(allowed: str, *, zero: bool = True, most: float = math.inf) -> Callab
         zero: 0 is allowed.
         most: the largest value that is allowed.
     """
-
-    def parse(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            raise InvalidValue("is not a number", allowed) from None
-        if not math.isfinite(found):
-            raise InvalidValue("is not finite", allowed)
-        _check(found, allowed, zero)
-        if found > most:
-            raise InvalidValue(f"is above {most:g}", allowed)
-        return found
-
-    return given(parse)
+    return _figure(float, "a number", allowed, zero, most)
 
 
 def whole(
-    allowed: str = "a whole number above 0", *, zero: bool = False, most: int | None = None
+    allowed: str = "a whole number above 0", *, zero: bool = False, most: float = math.inf
 ) -> Callable[[str], int]:
-    """An argparse type: a whole number above 0, or with `zero` 0 too.
-
-    Args:
-        allowed: ends the error.
-        most: the largest value that is allowed; None: any.
-    """
-
-    def parse(text: str) -> int:
-        try:
-            found = int(text)
-        except ValueError:
-            raise InvalidValue("is not a whole number", allowed) from None
-        _check(found, allowed, zero)
-        if most is not None and found > most:
-            raise InvalidValue(f"is above {most}", allowed)
-        return found
-
-    return given(parse)
+    """An argparse type: a whole number above 0, or with `zero` 0 too. The arguments are those of `number`."""
+    return _figure(int, "a whole number", allowed, zero, most)
 
 
 def size(least: int) -> Callable[[str], int]:
@@ -136,10 +129,3 @@ def add_machine(parser: argparse._ActionsContainer, node: int | None) -> None:
         help="achieved share of the GPU's peak FLOP rate; default: 0.5",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-
-
-def _check(found: float, allowed: str, zero: bool) -> None:
-    if found < 0:
-        raise InvalidValue("is negative", allowed)
-    if not found and not zero:
-        raise InvalidValue("is 0", allowed)

@@ -53,20 +53,12 @@ def run(reader: Any, arguments: Sequence[str]) -> int:
             made.error(
                 f"{word} is for a function or a config.json; a command line has flags of its own for it"
             )
+    machine = {"node": chosen.gpus_per_node, "ssds": chosen.ssd}
+    machine |= {"reserve": chosen.reserve, "efficiency": chosen.efficiency}
     try:
-        found = reader.read(
-            words,
-            os.environ,
-            chosen.gpu,
-            node=chosen.gpus_per_node,
-            ssds=chosen.ssd,
-            reserve=chosen.reserve,
-            efficiency=chosen.efficiency,
-        )
-    except InvalidValue as error:
-        made.error(f"the command line {error}")
-    except ConfigError as error:
-        made.error(str(error))
+        found = reader.read(words, os.environ, chosen.gpu, **machine)
+    except (InvalidValue, ConfigError) as error:
+        made.error(f"{'the command line ' if isinstance(error, InvalidValue) else ''}{error}")
     return predict(found, chosen.json)
 
 

@@ -39,7 +39,7 @@ def prometheus(run: JournaledRun) -> str:
         exposed += "_total" if cumulative else ""
         lines = samples.setdefault(exposed, [f"# TYPE {exposed} {'counter' if cumulative else 'gauge'}"])
         for journal in run.journals:
-            value = journal.totals.get(name) if cumulative else _last(journal, name)
+            value = journal.totals.get(name) if cumulative else journal.last(name)
             if value is not None:
                 lines.append(f"{exposed}{_labels(run, journal, labels)} {value!r}")
     steps = ["# TYPE ssdtrain_steps_total counter"]
@@ -56,11 +56,6 @@ def write_prometheus(run: JournaledRun, file: Path) -> None:
     with replace_file(file) as stream:
         os.fchmod(stream.fileno(), 0o644)  # a collector is another user
         stream.write(prometheus(run).encode())
-
-
-def _last(journal: RankJournal, name: str) -> float | None:
-    values = journal.values(name)
-    return values[-1] if values else None
 
 
 def _labels(run: JournaledRun, journal: RankJournal, more: dict[str, str]) -> str:
