@@ -21,8 +21,6 @@ from ssdtrain.features import Placement
 from ssdtrain.offload.transfer.coding import check_codec
 from ssdtrain.storage import check_host_budget, drive_of
 
-__all__ = ["check_start", "check_state", "make_directories", "warn_about_drives"]
-
 logger = logging.getLogger("ssdtrain")
 
 _DIRECTORIES = "ssdtrain.offload.directories"

@@ -24,8 +24,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["UNENDED_FORWARDS", "Step", "StepClock", "StepHook", "call_after_steps", "call_before_steps"]
-
 UNENDED_FORWARDS = 512
 """Number of forwards in one step after which nothing more is recorded of it, because records must not fill memory; a warning
 where no step has ended so far."""

@@ -46,8 +46,6 @@ from ssdtrain_ds.monitor import Monitor, patch_trainer
 from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
 from ssdtrain_ds.state import place_state
 
-__all__ = ["install", "runtime_of", "uninstall"]
-
 logger = logging.getLogger("ssdtrain")
 
 _ATTACHMENT = "ssdtrain_attachment"

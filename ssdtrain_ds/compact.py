@@ -12,8 +12,6 @@ from ssdtrain.config import Config, ConfigError, ConfigIssue
 from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK_KEY
 
-__all__ = ["check_layers", "check_mode", "follow_zero", "take_over"]
-
 logger = logging.getLogger("ssdtrain")
 
 

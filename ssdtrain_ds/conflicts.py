@@ -10,8 +10,6 @@ from ssdtrain import ranks
 from ssdtrain.config import Config
 from ssdtrain.integration.compatibility import FrameworkConflict
 
-__all__ = ["DEEPSPEED_CONFLICTS"]
-
 
 def _with_deepcompile(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
     return bool(value) and bool(written["compile"].get("deepcompile"))

@@ -12,8 +12,6 @@ from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.totals import Interval
 from ssdtrain_ds import _compat
 
-__all__ = ["Monitor", "patch_trainer"]
-
 _IN_MONITOR = "Train/SSDTrain"
 
 

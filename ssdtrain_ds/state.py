@@ -26,8 +26,6 @@ from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK_KEY
 from ssdtrain_ds.planned_state import ZERO_SECTION, planned_section
 
-__all__ = ["place_state"]
-
 logger = logging.getLogger("ssdtrain")
 
 _KEY = f"{BLOCK_KEY}.plan.state_limit"

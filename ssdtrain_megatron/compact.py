@@ -23,8 +23,6 @@ from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat, _compat_compact
 
-__all__ = ["follow", "names_of", "refuse"]
-
 _KIND = LinearKind(
     _compat_compact.is_parallel_linear,
     # A row-parallel layer has a part of its input's features, a column-parallel one has all.

@@ -13,8 +13,6 @@ from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
 from ssdtrain.integration.compatibility import FrameworkConflict, conflicts
 from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["MEGATRON_CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
-
 
 def _row(
     option: str,

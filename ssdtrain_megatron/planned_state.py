@@ -8,8 +8,6 @@ from typing import Any
 from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.planner.planned_state import PlannedState
 
-__all__ = ["check_flags", "refuse_state_limit", "state_flags"]
-
 _KEY = "ssdtrain.plan.file (--ssdtrain-plan-file)"
 
 

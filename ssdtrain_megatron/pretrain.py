@@ -27,9 +27,6 @@ from ssdtrain_megatron.planned_state import check_flags
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
 
-__all__ = ["install_pretrain", "uninstall_pretrain"]
-
-
 _patches = Patches()
 _of_attachment = Patches()  # for the attachment that is alive
 _attachment: Attachment | None = None

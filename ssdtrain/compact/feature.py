@@ -24,8 +24,6 @@ from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.metrics import MetricSet
 
-__all__ = ["CompactLinear"]
-
 logger = logging.getLogger("ssdtrain")
 
 

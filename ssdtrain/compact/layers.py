@@ -34,8 +34,6 @@ from ssdtrain.metrics import MetricSet, Unit, counter
 from ssdtrain.profile.modules import Running, matches
 from ssdtrain.versions import VersionProbe
 
-__all__ = ["QUANTISERS", "CompactLayer", "CompactMetrics", "Compression", "LayerToCompress", "find_layers"]
-
 QUANTISERS = {
     "int8": "int8:block=128,round=stochastic",
     "int4": "int4:block=32,round=stochastic,asymmetric",

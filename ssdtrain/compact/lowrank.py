@@ -41,8 +41,6 @@ from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.features import FIRST_STEPS
 from ssdtrain.steps import call_after_steps
 
-__all__ = ["FACTOR", "LowRank"]
-
 FACTOR = "lowrank_weight"
 """The parameter B of a layer's module; no `state_dict` has it."""
 

@@ -13,8 +13,6 @@ from torch import Tensor
 from ssdtrain.codecs import FixedSizeCodec, Key
 from ssdtrain.compact.projection import project, unproject
 
-__all__ = ["Projected", "Quantised", "SavedInput"]
-
 
 class SavedInput(Protocol):
     """How one input is compressed. Immutable: a graph from an earlier step keeps its own."""

@@ -11,8 +11,6 @@ from ssdtrain.config.kinds import Capacity, Directories, HostMemorySize, Switch
 from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.units import exact_size
 
-__all__ = ["StorageSection"]
-
 
 class StorageSection(Section):
     """Base of the sections with tiers of their own."""

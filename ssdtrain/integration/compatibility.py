@@ -10,16 +10,6 @@ from typing import Any, Literal
 
 from ssdtrain.config import Config, ConfigError, ConfigIssue
 
-__all__ = [
-    "FrameworkConflict",
-    "check_conflicts",
-    "check_nothing_missing",
-    "conflict_table",
-    "conflicts",
-    "missing_names",
-    "warn_if_untested",
-]
-
 logger = logging.getLogger("ssdtrain")
 
 _ABSENT = object()

@@ -23,8 +23,6 @@ from ssdtrain.offload.transfer.gpudirect import attach_gpudirect, gpudirect_refu
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
 from ssdtrain.storage.memory import HUGE_PAGE
 
-__all__ = ["build_engine"]
-
 
 def build_engine(
     offload: OffloadConfig,

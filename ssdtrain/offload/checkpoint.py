@@ -28,8 +28,6 @@ from torch.utils.checkpoint import noop_context_fn
 from ssdtrain.config import CheckpointConfig
 from ssdtrain.profile.containers import copy_containers
 
-__all__ = ["Checkpoint", "checkpoint", "detach_leaves"]
-
 
 def detach_leaves(outputs: Any) -> Any:
     """What the first run of a reentrant checkpoint may return: `outputs` with every leaf that requires a gradient detached.

@@ -17,7 +17,6 @@ from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
 from ssdtrain.features import Feature, Placement
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.random_trackers import register_trackers
-from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
@@ -26,8 +25,6 @@ from ssdtrain.pytorch.placed_state import place_state
 from ssdtrain.runtime import Runtime
 
 logger = logging.getLogger("ssdtrain")
-
-__all__ = ["Offload", "attach", "checkpoint", "offload"]
 
 
 class Offload:

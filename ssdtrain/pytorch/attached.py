@@ -39,8 +39,6 @@ from ssdtrain.pytorch.models import BypassedModel, check_lowrank, check_unwrappe
 from ssdtrain.pytorch.sharded import watch_sharded
 from ssdtrain.runtime import Runtime
 
-__all__ = ["AttachedModules", "attach_model"]
-
 _FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
 """The node of the autograd function that recomputes into outputs which it has freed after they were saved."""
 

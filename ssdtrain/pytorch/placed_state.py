@@ -13,8 +13,6 @@ from ssdtrain.state.sizes import state_bytes
 from ssdtrain.storage.budget import check_host_budget
 from ssdtrain.storage.pieces import image_bytes
 
-__all__ = ["place_state"]
-
 _KEY = "ssdtrain.plan.state_limit"
 
 FROM_OFFLOAD = ("directories", "threads", "engine", "direct", "verify")

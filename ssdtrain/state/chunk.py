@@ -16,8 +16,6 @@ from ssdtrain.storage import Slot, signals_deferred
 if TYPE_CHECKING:
     from ssdtrain.state.chunk_step import ChunkStep
 
-__all__ = ["Chunk", "Part", "StoredGradient", "Where"]
-
 
 class Where(Enum):
     """Place of the tensors of a part."""

@@ -28,8 +28,6 @@ from ssdtrain.storage import IOFailure, signals_deferred
 if TYPE_CHECKING:
     from ssdtrain.state.host_steps import HostOptimizer
 
-__all__ = ["ChunkStep", "Groups"]
-
 _AT_A_TIME = 2
 """Chunks of a GPU whose parameters and gradients are in host memory beside their slots: one that is stepped, one that follows."""
 

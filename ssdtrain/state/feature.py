@@ -35,8 +35,6 @@ from ssdtrain.storage.metrics import TierMetrics
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.text import size_text
 
-__all__ = ["ModelState"]
-
 logger = logging.getLogger("ssdtrain")
 
 

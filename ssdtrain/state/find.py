@@ -14,8 +14,6 @@ from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.sizes import state_bytes
 from ssdtrain.state.stored import MOVABLE, is_movable
 
-__all__ = ["check", "find_chunks"]
-
 
 def check(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, config: StateConfig

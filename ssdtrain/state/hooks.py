@@ -32,8 +32,6 @@ from ssdtrain.state.transfers import StateTransfers
 if TYPE_CHECKING:
     from ssdtrain.state.host_steps import HostOptimizer
 
-__all__ = ["BlockHooks", "Order"]
-
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = torch.Tensor | int | float | str | None  # outputs that hide no tensor
 _ELEMENTS = 1000  # of one attribute that are looked at

@@ -36,8 +36,6 @@ from ssdtrain.state.stored import GradientInTier
 from ssdtrain.state.transfers import HostCopy, StateTransfers
 from ssdtrain.storage import SpillStore, signals_deferred
 
-__all__ = ["HostOptimizer"]
-
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Classes with a fused version for the CPU, which is ten times as fast there."""
 

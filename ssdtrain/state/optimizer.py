@@ -35,8 +35,6 @@ from ssdtrain.steps import call_before_steps
 from ssdtrain.storage import SpillStore, signals_deferred
 from ssdtrain.text import size_text
 
-__all__ = ["ChunkedOptimizer"]
-
 logger = logging.getLogger("ssdtrain")
 
 

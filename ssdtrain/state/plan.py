@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from ssdtrain.config import ConfigError, ConfigIssue, exact_size
 from ssdtrain.config.units import format_size
 
-__all__ = ["CHUNK_BUFFERS", "StateChoice", "StateChunk", "StatePlan", "plan_state"]
-
 CHUNK_BUFFERS = 2
 """Chunks in memory at a time beside those that stay: one that computes, one that is loaded or stored."""
 

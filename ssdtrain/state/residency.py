@@ -34,8 +34,6 @@ from ssdtrain.text import size_text
 if TYPE_CHECKING:
     from ssdtrain.state.chunk_step import ChunkStep
 
-__all__ = ["Residency", "StateTimes"]
-
 logger = logging.getLogger("ssdtrain")
 
 

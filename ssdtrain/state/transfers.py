@@ -13,8 +13,6 @@ from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
 
-__all__ = ["HostCopy", "Staged", "StateTransfer", "StateTransfers", "failure_of"]
-
 
 def failure_of(transfer: StateTransfer | Operation) -> Exception | None:
     """Wait for the end of a transfer. Returns its failure; raises what a signal handler raises while the transfer goes on."""

@@ -17,15 +17,6 @@ import signal
 import threading
 from typing import Any, Protocol, cast
 
-__all__ = [
-    "SignalSafeLock",
-    "defer_signals",
-    "holds_signal_safe_lock",
-    "make_signal_safe_lock",
-    "mark_worker",
-    "signals_deferred",
-]
-
 
 class SignalSafeLock(Protocol):
     """Interface of `threading.Lock`; not reentrant. The C version raises RuntimeError on reentry instead of deadlocking."""

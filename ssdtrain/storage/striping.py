@@ -22,8 +22,6 @@ from ssdtrain.storage.slab import Slab
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["StripedDrives"]
-
 WINDOW = 8
 """Slots per drive between two measurements. About four are under way at a time, whose bytes are not counted yet."""
 

@@ -27,8 +27,6 @@ from ssdtrain.telemetry.tensorboard import TensorBoard
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics
 from ssdtrain.telemetry.trace import StepTrace
 
-__all__ = ["Journal"]
-
 logger = logging.getLogger("ssdtrain")
 
 # Modules with the longest load waits that a line names.

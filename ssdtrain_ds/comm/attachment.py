@@ -20,8 +20,6 @@ from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, tra
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm import gradients, weights
 
-__all__ = ["CommAttachment"]
-
 _SENT_BY_STAGES = {
     "SendActivation": "pp_forward",
     "RecvActivation": "pp_forward",

@@ -17,8 +17,6 @@ from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.state import State
 
-__all__ = ["Prefetcher"]
-
 MATTERS = 2 * MiB
 """Bytes of a tape from which on an arena is compared with what has left memory: of less it is small, too."""
 

@@ -38,8 +38,6 @@ from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.sharing import Extent, no_overlap
 from ssdtrain.offload.transfer.state import Encoded
 
-__all__ = ["OWN_MEMORY", "CodecRule", "Coding", "check_codec"]
-
 MASK = "mask"
 OWN_MEMORY = "device"
 """The tier of `Action` that is the memory which a region is in."""

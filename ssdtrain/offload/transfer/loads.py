@@ -20,9 +20,6 @@ from ssdtrain.offload.transfer.targets import NoTargetYet
 from ssdtrain.offload.transfer.transfer import Transfer
 from ssdtrain.storage import IOCancelled, SourceChanged
 
-__all__ = ["Loads", "keep_for_ever"]
-
-
 _HUNG: list[object] = []
 
 

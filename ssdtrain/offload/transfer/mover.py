@@ -33,8 +33,6 @@ from ssdtrain.offload.transfer.state import PayloadCheck, State
 from ssdtrain.offload.transfer.transfer import Transfer
 from ssdtrain.storage import IOFailure, Operation, Slot, SpillStore, StoreClosed, StoreFull
 
-__all__ = ["Mover"]
-
 logger = logging.getLogger("ssdtrain")
 
 # Looked up once: each saved tensor comes by here.

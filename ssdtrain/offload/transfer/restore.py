@@ -16,8 +16,6 @@ from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.state import State
 from ssdtrain.storage import CorruptedData
 
-__all__ = ["Restorer"]
-
 # Looked up once: each saved tensor comes by here.
 _STORED, _LOADING, _STORING, _STAGED = State.STORED, State.LOADING, State.STORING, State.STAGED
 

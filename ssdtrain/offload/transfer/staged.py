@@ -21,9 +21,6 @@ from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.offload.transfer.transfer import Encoding, address_of
 from ssdtrain.storage import Lease, Operation, Slot, SpillStore
 
-__all__ = ["StagedTransfer"]
-
-
 _Passing = tuple[Event, Lease | None, torch.UntypedStorage | torch.Tensor | None]
 """A copy under way: its event, the staging buffer that it alone uses, if any, and what else it needs alive."""
 

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from ssdtrain.offload.transfer.targets import Target
     from ssdtrain.storage import Lease, Operation, Slot
 
-__all__ = ["Arrival", "Encoded", "Read", "State", "TransferState", "Write"]
-
 
 class State(enum.Enum):
     """Where the bytes of a region are."""

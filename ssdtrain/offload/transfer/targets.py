@@ -36,8 +36,6 @@ from ssdtrain.device import Device, Event
 from ssdtrain.offload.tensors.geometry import ALIGNED, Geometry, tensor_over
 from ssdtrain.offload.tensors.meter import ActivationMeter, SeenBuffer
 
-__all__ = ["LoadTargets", "NoTargetYet", "Target"]
-
 _from_dlpack: Callable[[object], torch.Tensor] = getattr(torch._C, "_from_dlpack", from_dlpack)
 """The same of a capsule, without asking what it is given."""
 

@@ -25,8 +25,6 @@ from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read
 from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.storage import ALIGNMENT, Operation, Slot, SpillStore
 
-__all__ = ["DirectTransfer", "Encoding", "Transfer", "address_of"]
-
 
 class Transfer(Protocol):
     """The moves of one region; the mover decides when, and keeps the states."""

@@ -15,8 +15,6 @@ from ssdtrain.comm.policy import Policy
 from ssdtrain.config import load_config
 from ssdtrain.tools.bench.ratios import paired_ratio
 
-__all__ = ["measure_collectives"]
-
 BENCH_PRESETS = ("safe", "balanced", "aggressive")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["interval", "paired_ratio"]
-
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median of the ratios of runs that were neighbours in time: a shared machine drifts, neighbours drift together."""

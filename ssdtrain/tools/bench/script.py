@@ -17,8 +17,6 @@ from ssdtrain.planner.controller import PlanController
 from ssdtrain.runtime import Runtime
 from ssdtrain.tools.bench.ratios import interval
 
-__all__ = ["measure_script"]
-
 Build = Callable[[int], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """Function from a batch size to a model and a function that runs its forward and returns the loss."""
 

@@ -10,8 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["BROKEN", "GOOD", "NOTE", "WARNING", "Finding", "show"]
-
 GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
 STYLES = {GOOD: "green", NOTE: "dim", WARNING: "yellow", BROKEN: "bold red"}
 WIDE = 120

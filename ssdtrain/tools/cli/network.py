@@ -24,8 +24,6 @@ from ssdtrain.text import duration_text, size_text
 from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.tools.cli.versions import TESTED
 
-__all__ = ["Group", "between_nodes", "by_torchrun", "interfaces", "launched", "same_everywhere", "sees_gpu"]
-
 RANK_TIMEOUT = timedelta(seconds=60)
 """Timeout for connecting ranks and for one message."""
 _PATIENCE = timedelta(hours=2)

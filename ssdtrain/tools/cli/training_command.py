@@ -23,8 +23,6 @@ from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures
 from ssdtrain.tools.whatif.gain import gain_of
 
-__all__ = ["reader", "run"]
-
 READERS = ("ssdtrain.tools.whatif.megatron_command",)
 """Modules of adapters, each with `takes(words)` and `read(words, environment, gpu, **machine)`."""
 

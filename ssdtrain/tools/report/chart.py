@@ -11,8 +11,6 @@ from html import escape
 from ssdtrain.config.units import GiB, KiB, MiB, TiB
 from ssdtrain.metrics import Unit
 
-__all__ = ["Bar", "ChartLine", "bar_chart", "line_chart"]
-
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 MOST_POINTS = 400

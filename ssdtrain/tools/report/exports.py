@@ -14,8 +14,6 @@ from typing import Any
 from ssdtrain.output_files import replace_file
 from ssdtrain.tools.report.run import JournaledRun, RankJournal, declared_metric
 
-__all__ = ["merge_traces", "prometheus", "write_prometheus"]
-
 LOGGED = "ssdtrain_logged"
 """Name of all values that SSDTrain does not declare."""
 

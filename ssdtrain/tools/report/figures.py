@@ -11,18 +11,6 @@ from ssdtrain.metrics import Reduce
 from ssdtrain.text import duration_text, size_text
 from ssdtrain.tools.report.run import JournaledRun, ModuleUse, RankJournal, declared_metric, metric_named
 
-__all__ = [
-    "TILES",
-    "Tile",
-    "compared",
-    "metric_rows",
-    "module_rows",
-    "per_step",
-    "rank_rows",
-    "traffic_rows",
-    "waited_share",
-]
-
 WAITS = ("store_wait_seconds", "load_wait_seconds")
 
 

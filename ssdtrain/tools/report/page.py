@@ -22,8 +22,6 @@ from ssdtrain.tools.report.figures import (
 )
 from ssdtrain.tools.report.run import JournaledRun, metric_named
 
-__all__ = ["page"]
-
 _STYLE = files("ssdtrain.tools.report").joinpath("report.css").read_text()
 _SCRIPT = files("ssdtrain.tools.report").joinpath("report.js").read_text()
 MOST_RANKS = 8  # drawn one by one; more are drawn as their highest, median and lowest

@@ -13,8 +13,6 @@ import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's met
 from ssdtrain.metrics import Metric, MetricSet, Reduce, Unit
 from ssdtrain.telemetry.lines import read_lines
 
-__all__ = ["JournaledRun", "ModuleUse", "NoJournals", "RankJournal", "declared_metric", "metric_named"]
-
 _FILE = re.compile(r"rank-(\d{1,9})(?:\.(\d{1,9}))?\.jsonl")
 _LARGEST = 1e200
 """Largest size of a value: means and axes of larger ones do not fit into a float."""
