@@ -21,7 +21,7 @@ import torch
 import ssdtrain
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.compact.layers import find_layers
-from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
+from ssdtrain.config import Config, ConfigError, load_config
 from ssdtrain.integration.claims import claim
 from ssdtrain.integration.compatibility import check_conflicts
 from ssdtrain.integration.inner_hooks import InnerHooks
@@ -130,7 +130,7 @@ def _check_no_engine_made() -> None:
             allowed = (
                 "calling ssdtrain_ds.install() before deepspeed.initialize, or python -m ssdtrain_ds SCRIPT"
             )
-            raise ConfigError([ConfigIssue(BLOCK_KEY, written[BLOCK_KEY], why, allowed)])
+            raise ConfigError.of(BLOCK_KEY, written[BLOCK_KEY], why, allowed)
 
 
 def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
@@ -141,7 +141,7 @@ def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
         why = f"cannot be had with the pipeline instructions {', '.join(foreign)}, which are not DeepSpeed's own"
         allowed = "the block without offload and plan, or a schedule of DeepSpeed's (1F1B, DualPipeV)"
         key = "offload" if "offload" in block else "plan"
-        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.{key}", block[key], why, allowed)])
+        raise ConfigError.of(f"{BLOCK_KEY}.{key}", block[key], why, allowed)
 
 
 def uninstall() -> None:

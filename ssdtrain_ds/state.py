@@ -89,7 +89,7 @@ def _planned(
         allowed = (
             f'that config with "{ZERO_SECTION}": {json.dumps(section)}, as ssdtrain plan --apply writes it'
         )
-        raise ConfigError([ConfigIssue(key, value, why, allowed)])
+        raise ConfigError.of(key, value, why, allowed)
     return section
 
 

@@ -108,7 +108,7 @@ def refuse(chunks: Sequence[nn.Module], mode: str) -> None:
     if mode == "lowrank":
         why = "replaces the optimizer's parameters, which is not built for Megatron in this version"
         allowed = '"reconstruct" or "quant"'
-        raise ConfigError([ConfigIssue("ssdtrain.compact.mode", mode, why, allowed)])
+        raise ConfigError.of("ssdtrain.compact.mode", mode, why, allowed)
     problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk)))
     if problems:
         raise ConfigError(problems)

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ssdtrain.config import paths
 from ssdtrain.config.comm import CommConfig
-from ssdtrain.config.errors import ConfigError, ConfigIssue
+from ssdtrain.config.errors import ConfigError
 from ssdtrain.config.kinds import (
     Directory,
     Patterns,
@@ -97,7 +97,7 @@ def _expand(key: str, given: str | None, rank: int, local_rank: int) -> Path | N
     found = paths.expand_path(given, rank=rank, local_rank=local_rank)
     why = paths.problem_with_directory(found)
     if why is not None:
-        raise ConfigError([ConfigIssue(f"ssdtrain.report.{key}", str(found), why, paths.DIRECTORY_ALLOWED)])
+        raise ConfigError.of(f"ssdtrain.report.{key}", str(found), why, paths.DIRECTORY_ALLOWED)
     return found
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
+from ssdtrain.config import Config, ConfigError, load_config
 from ssdtrain.features import Feature, Placement
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.random_trackers import register_trackers
@@ -186,7 +186,7 @@ def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
             "the section state, or for FSDP2 the options of ssdtrain.pytorch.planned_state.fully_shard_options(FILE), "
             "without this key"
         )
-        raise ConfigError([ConfigIssue("ssdtrain.plan.file", config.plan.file, why, allowed)])
+        raise ConfigError.of("ssdtrain.plan.file", config.plan.file, why, allowed)
     blocks = recomputable_blocks(model, config.plan) or {}
     why = register_trackers() if blocks and config.plan.recompute != "off" else ""
     return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, compress=True)

@@ -8,7 +8,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
+from ssdtrain.config import ConfigError, StateConfig, exact_size
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.sizes import state_bytes
@@ -51,7 +51,7 @@ def check(
             "attaching the model without torch.compile",
         )
     if problem is not None or optimizer is None:
-        raise ConfigError([ConfigIssue("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))])
+        raise ConfigError.of("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))
     return optimizer
 
 
@@ -74,9 +74,7 @@ def find_chunks(
         blocks = find_blocks(model, config.blocks)
     except ValueError as error:
         why, allowed = f"names no blocks: {error}", "names of modules that run one after the other"
-        raise ConfigError(
-            [ConfigIssue("ssdtrain.state.blocks", list(config.blocks), why, allowed)]
-        ) from error
+        raise ConfigError.of("ssdtrain.state.blocks", list(config.blocks), why, allowed) from error
     needed = state_bytes(optimizer, on_a_thread=config.optimizer == "cpu")
     total = sum(
         parameter.nbytes + _gradient_bytes(parameter) + needed.get(parameter, 0)
@@ -105,7 +103,7 @@ def find_chunks(
         counts = "; ".join(f"{count} {reason}" for reason, count in staying.most_common())
         found_none = f"finds no parameter that could leave memory in {len(blocks)} blocks: {counts or 'they have none'}"
         remedy = "blocks with such parameters, or no section state"
-        raise ConfigError([ConfigIssue("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
+        raise ConfigError.of("ssdtrain.state", list(blocks)[:4], found_none, remedy)
     return chunks, prefixes, total - sum(chunk.nbytes for chunk in chunks)
 
 
