@@ -11,10 +11,6 @@ from ssdtrain.config import Config
 from ssdtrain.integration.compatibility import FrameworkConflict
 
 
-def _with_deepcompile(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
-    return bool(value) and bool(written["compile"].get("deepcompile"))
-
-
 def _takes_the_space(section: str) -> Any:
     def applies(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
         """ZeRO-Infinity swaps to the file system of one of our directories, whose free space we would take up."""
@@ -46,7 +42,7 @@ DEEPSPEED_CONFLICTS: tuple[FrameworkConflict, ...] = (
         "error",
         "lets DeepCompile move the activations of compiled graphs to host memory: they would be offloaded twice, or not at all",
         "false, or the block without offload",
-        _with_deepcompile,
+        lambda value, config, written: bool(value) and bool(written["compile"].get("deepcompile")),
     ),
     *(
         FrameworkConflict(

@@ -174,11 +174,9 @@ class Router:
         if not routes:
             self.count_fallback(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
             return None
-        return (
-            self._probed(collective, dimension, routes, trials, warming_up)
-            if self.policy.probe
-            else routes[0]
-        )
+        if not self.policy.probe:
+            return routes[0]
+        return self._probed(collective, dimension, routes, trials, warming_up)
 
     def _adapted(self, route: Route, bucket: str) -> Route:
         if self._bit_widths is None:
@@ -205,11 +203,12 @@ class Router:
             topology = self.topology(group)
             scatter, gather = ((rule.inside, rule.between) for rule in rules)
             route = Route(topology, scatter, gather)
+            one_order = ranks == 2 and op_name(collective.op) == "SUM"  # the same bits in any order
             if all(spec == OFF for spec in route.specs):
                 reason = OFF_INSIDE
             elif collective.scatters and self.is_identity(route, collective.dtype):
                 reason = NOTHING_SAVED
-            elif collective.scatters and self._is_exact(route) and not _has_one_order(collective.op, ranks):
+            elif collective.scatters and self._is_exact(route) and not one_order:
                 reason = ORDER_OF_SUMS
             elif self.captures and any(codec_of(spec).may_overflow for spec in route.specs if spec != OFF):
                 reason = CAPTURED
@@ -322,11 +321,6 @@ class Router:
             f"such messages go {instead} (comm.probe: false would compress them all the same)"
         )
         self.notices.add(f"{dimension}, {collective.name}, {instead}", text)
-
-
-def _has_one_order(op: object, ranks: int) -> bool:
-    """Return whether a reduction has the same bits in any order."""
-    return ranks == 2 and op_name(op) == "SUM"
 
 
 def _at_least_8_bits(spec: str) -> str:

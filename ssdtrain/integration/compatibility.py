@@ -59,10 +59,6 @@ def warn_if_untested(
         )
 
 
-def _is_on(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
-    return bool(value)
-
-
 @dataclass(frozen=True)
 class FrameworkConflict:
     """A key of the framework's config beside a section of ours.
@@ -81,7 +77,7 @@ class FrameworkConflict:
     kind: Literal["error", "warning"]
     why: str
     remedy: str
-    applies: Callable[[Any, Config, Mapping[str, Any]], bool] = _is_on
+    applies: Callable[[Any, Config, Mapping[str, Any]], bool] = lambda value, *_: bool(value)
 
 
 def conflicts(

@@ -70,7 +70,8 @@ def measure_script(
                     runtime.step_end()
                 if before is not None:
                     seconds[name].append(taken)
-            if step == 0 and losses["plain"] != losses["ssdtrain"] and not _lossy(config):
+            lossy = config.compact is not None or (config.offload is not None and config.offload.lossy)
+            if step == 0 and losses["plain"] != losses["ssdtrain"] and not lossy:
                 raise ValueError(
                     f"computes the loss {losses['plain']} without SSDTrain and {losses['ssdtrain']} with it at its first step: "
                     "build(batch) must return the same model and data after torch.manual_seed, and must not share them"
@@ -130,10 +131,6 @@ def _activation_peak(model: nn.Module, loss_of: Callable[[], torch.Tensor], devi
         found = runtime.statistics()
     assert found is not None
     return int(found.offload.unoffloaded_peak_bytes)
-
-
-def _lossy(config: Config) -> bool:
-    return config.compact is not None or (config.offload is not None and config.offload.lossy)
 
 
 def _step(
