@@ -5,6 +5,14 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was queued on a GPU, before the clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     """Median of the ratios of runs that were neighbours in time: a shared machine drifts, neighbours drift together."""

@@ -12,10 +12,9 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import Config
-from ssdtrain.offload.policy import KEEP, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.runtime import Runtime
-from ssdtrain.tools.bench.ratios import interval
+from ssdtrain.tools.bench.ratios import interval, synchronize
 
 Build = Callable[[int], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """Function from a batch size to a model and a function that runs its forward and returns the loss."""
@@ -107,26 +106,11 @@ def _planned(runtime: Runtime) -> bool:
     return all(one.plan is not None for one in controllers)
 
 
-class _KeepAll:
-    """An OffloadPolicy that offloads nothing."""
-
-    needs_modules = False
-
-    def decide(self, saved: SavedTensorInfo) -> Action:
-        return KEEP
-
-    def observe(self, forward: ForwardProfile) -> None:
-        pass
-
-
 def _activation_peak(model: nn.Module, loss_of: Callable[[], torch.Tensor], device: torch.device) -> int:
     """Bytes that a step of `model` keeps alive for backward at most: of an engine that moves nothing. That of the attached model
     does not see what recomputation drops."""
-    offload: dict[str, Any] = {"host": "1MiB", "in_flight": "1MiB"}
-    if device.type == "cuda":
-        offload["buffer"] = "4MiB"  # pinned
-    config = {"offload": offload, "report": {"interval": 0}}
-    with ssdtrain.attach(model, config, policy=_KeepAll()) as runtime:
+    config = {"offload": {"amount": 0}, "report": {"interval": 0}}
+    with ssdtrain.attach(model, config) as runtime:
         _step(model, loss_of, device, 0)
         found = runtime.statistics()
     assert found is not None
@@ -139,11 +123,11 @@ def _step(
     """(loss, seconds) of a forward and a backward."""
     model.zero_grad()
     torch.manual_seed(seed)
-    _synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     loss = loss_of()
     loss.backward()
-    _synchronize(device)
+    synchronize(device)
     taken = time.perf_counter() - began
     return float(loss.detach()), taken
 
@@ -158,13 +142,4 @@ def _same_gradients(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach().contiguous().view(torch.uint8)
-        if tensor.dim()
-        else tensor.detach().reshape(1).view(torch.uint8)
-    )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
