@@ -186,9 +186,8 @@ class StepClock:
         # Times of `time.perf_counter`.
         self._began: float | None = None
         self._first_forward = self._last_end = time.perf_counter()
-        self._optimizer_at: float | None = (
-            None  # when the first optimizer since the last forward began to step
-        )
+        # When the first optimizer since the last forward began to step.
+        self._optimizer_at: float | None = None
 
     @property
     def steps(self) -> int:

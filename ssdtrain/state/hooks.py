@@ -284,9 +284,8 @@ class BlockHooks:
                 continue  # the last: a step has used it up
             part_of_one = gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.storage_offset()
             if part_of_one or users(gradient) > 1 + (parameter is accumulated):
-                parameter.grad = (
-                    gradient.clone()
-                )  # others go on to use the storage: autograd gives away views
+                # Others go on to use the storage: autograd gives away views.
+                parameter.grad = gradient.clone()
             slot = chunk.gradient_slots[parameter]
             stored = StoredGradient(f"the gradient of {name}", parameter, slot, self._transfers)
             chunk.gradients.tensors.append(stored)

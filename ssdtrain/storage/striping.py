@@ -86,9 +86,8 @@ class StripedDrives:
         most = max(1, -(-nbytes // self._stripe))
         found = self._spread(image, most, self.costs)
         if found is None and max(self.costs, default=1.0) > 1:
-            found = self._spread(
-                image, most, [1.0] * len(self.slabs)
-            )  # a fast drive may have less room than its share
+            # A fast drive may have less room than its share.
+            found = self._spread(image, most, [1.0] * len(self.slabs))
         return found
 
     def release(self, extents: Sequence[int]) -> None:

@@ -200,9 +200,8 @@ def _of_layer(dimension: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_backward(dimension: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        comm = getattr(
-            ctx, "ssdtrain_layer_of", None
-        )  # none of a forward before the first engine that compresses
+        # None of a forward before the first engine that compresses.
+        comm = getattr(ctx, "ssdtrain_layer_of", None)
         token = _layer_of.set(comm)  # a backward may send by the function's forward
         try:
             with _sending(comm, dimension):

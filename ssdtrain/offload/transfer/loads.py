@@ -129,9 +129,8 @@ class Loads:
                 self.transfer.stop_in_place(error)
                 return False
             raise error
-        arrival = self.transfer.advance_load(
-            region
-        )  # before anything is counted: it may find no memory, and be tried again
+        # Before anything is counted: it may find no memory, and be tried again.
+        arrival = self.transfer.advance_load(region)
         if self.metrics.spans is not None:
             self.metrics.count_transfer("loads", region, operation)
         if operation.digest:

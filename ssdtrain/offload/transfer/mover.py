@@ -67,9 +67,8 @@ class Mover:
         self._deferred = 0  # bytes of stores queued since the pool was woken
         self._raise_when_full = raise_when_full
         self.stores = StoresInFlight(self._end_store)
-        self._checks: deque[tuple[Region, PayloadCheck]] = (
-            deque()
-        )  # of what is to stay encoded, the oldest first
+        # Of what is to stay encoded, the oldest first.
+        self._checks: deque[tuple[Region, PayloadCheck]] = deque()
         self._warned_full = False
 
     # Stores

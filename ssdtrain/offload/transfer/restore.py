@@ -82,9 +82,8 @@ class Restorer:
                 mover.loads.let_go(region)
                 return self._restore(handle)
             if state is _STORING:
-                mover.loads.let_go(
-                    region
-                )  # the staging buffer or the payload still has the bytes that were saved
+                # The staging buffer or the payload still has the bytes that were saved.
+                mover.loads.let_go(region)
         if state is _STORING and not mover.stop_store(region):
             mover.forward(region)
         if transfer.state is _STAGED:
