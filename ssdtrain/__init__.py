@@ -16,7 +16,8 @@ loss.backward()
 block and offloads its inputs. Only these names are public here; everything else is imported from its own module.
 """
 
-from ssdtrain.pytorch.api import attach, checkpoint, offload
+from ssdtrain.offload.checkpoint import checkpoint
+from ssdtrain.pytorch.api import attach, offload
 
 __all__ = ["__version__", "attach", "checkpoint", "offload"]
 

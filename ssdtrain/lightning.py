@@ -44,9 +44,8 @@ class SSDTrainLightningCallback(lightning.Callback):  # type: ignore[misc]
         self.config, self.options = config, options
         self.runtime: Runtime | None = None
         self._interval = Interval()
-        self._logged = (
-            0  # the step up to which metrics are logged: batches that are accumulated have the same one
-        )
+        # The step up to which metrics are logged: batches that are accumulated have the same one.
+        self._logged = 0
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Attach to what the strategy calls."""

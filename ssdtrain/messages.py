@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import sys
 
-__all__ = ["LOGGER", "report"]
-
 LOGGER = "ssdtrain.report"
 """The logger of these lines. Its level and that of "ssdtrain" apply; levels of parent loggers do not."""
 

@@ -21,8 +21,6 @@ from typing import Any, cast
 
 from ssdtrain.text import duration_text, size_text
 
-__all__ = ["Metric", "MetricSet", "Reduce", "Unit", "counter", "gauge", "line", "shown"]
-
 
 class Unit(Enum):
     BYTES = "bytes"

@@ -16,8 +16,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-__all__ = ["open_to_append", "replace_file"]
-
 _FLAGS = os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW
 _NO_FILE_OF_OURS = (
     "is a link, no regular file, or another user's, so nothing is written to it; remove it, or choose a directory that only "

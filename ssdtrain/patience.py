@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Patience"]
-
 LONGEST = 0.5
 """Seconds between two looks at what has ended."""
 

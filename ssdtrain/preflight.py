@@ -21,8 +21,6 @@ from ssdtrain.features import Placement
 from ssdtrain.offload.transfer.coding import check_codec
 from ssdtrain.storage import check_host_budget, drive_of
 
-__all__ = ["check_start", "check_state", "make_directories", "warn_about_drives"]
-
 logger = logging.getLogger("ssdtrain")
 
 _DIRECTORIES = "ssdtrain.offload.directories"
@@ -98,10 +96,10 @@ def check_state(config: Config, served: bool) -> None:
     elif config.plans and config.plan is not None and config.plan.device_limit is not None:
         key, value = "ssdtrain.plan.device_limit", config.plan.device_limit
         why, allowed = "meets the section state", "state.device_limit, which is for activations as well then"
-        raise ConfigError([ConfigIssue(key, exact_size(value), why, allowed)])
+        raise ConfigError.of(key, exact_size(value), why, allowed)
     else:
         return
-    raise ConfigError([ConfigIssue("ssdtrain.state", config.state.to_dict(), why, allowed)])
+    raise ConfigError.of("ssdtrain.state", config.state.to_dict(), why, allowed)
 
 
 def _of_report(report: ReportConfig, place: Placement) -> Iterator[ConfigIssue]:
@@ -154,9 +152,7 @@ def make_directories(directories: Sequence[Path], key: str = _DIRECTORIES) -> No
             for place in (*missing, *made):
                 _remove_if_empty(place)
             why = f"cannot be made ({error.strerror})"
-            raise ConfigError(
-                [ConfigIssue(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED)]
-            ) from error
+            raise ConfigError.of(f"{key}[{index}]", str(directory), why, WRITABLE_ALLOWED) from error
         made = missing + made  # the deepest first
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 
-__all__ = ["global_rank", "local_rank", "local_world_size", "on_this_rank"]
-
 # torchrun, srun, Open MPI's mpirun, MPICH's and Intel's.
 _LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
 _LOCAL_SIZE = (

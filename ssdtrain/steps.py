@@ -24,8 +24,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["UNENDED_FORWARDS", "Step", "StepClock", "StepHook", "call_after_steps", "call_before_steps"]
-
 UNENDED_FORWARDS = 512
 """Number of forwards in one step after which nothing more is recorded of it, because records must not fill memory; a warning
 where no step has ended so far."""
@@ -188,9 +186,8 @@ class StepClock:
         # Times of `time.perf_counter`.
         self._began: float | None = None
         self._first_forward = self._last_end = time.perf_counter()
-        self._optimizer_at: float | None = (
-            None  # when the first optimizer since the last forward began to step
-        )
+        # When the first optimizer since the last forward began to step.
+        self._optimizer_at: float | None = None
 
     @property
     def steps(self) -> int:

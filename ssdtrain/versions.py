@@ -14,8 +14,6 @@ import ctypes
 
 import torch
 
-__all__ = ["VersionProbe", "same_counter"]
-
 _WORD = ctypes.sizeof(ctypes.c_void_p)
 _WORDS = 8  # of a tensor object that are looked at; it has three times as many
 

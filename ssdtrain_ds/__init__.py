@@ -4,9 +4,9 @@ A user adds `"ssdtrain": {...}` to the DeepSpeed config and calls `ssdtrain_ds.i
 `deepspeed.initialize`, or starts the script with `python -m ssdtrain_ds`. This package turns DeepSpeed's events and groups
 into calls on `ssdtrain.runtime.Runtime`; it holds no algorithm, and touches DeepSpeed's private names in `_compat` only.
 
-What lives here: `attach` (which engine gets a runtime, and its methods), `schedule` (pipelines), `checkpointing`
+What lives here: `attach` (which engine gets a runtime, its methods and metrics), `schedule` (pipelines), `checkpointing`
 (DeepSpeed's activation checkpointing), `comm` (compressed collectives), `block` and `conflicts` (checks of the config),
-`monitor` (metrics), `launch` (unchanged scripts). Importing the package imports neither torch nor deepspeed.
+`launch` (unchanged scripts). Importing the package imports neither torch nor deepspeed.
 """
 
 from __future__ import annotations

@@ -18,8 +18,6 @@ from typing import Any
 from ssdtrain.integration.patching import Patches
 from ssdtrain_ds.block import BLOCK_KEY
 
-__all__ = ["install"]
-
 _MODULE = "accelerate.utils.dataclasses"
 _PLUGIN = "DeepSpeedPlugin"
 _METHOD = "deepspeed_config_process"

@@ -21,16 +21,18 @@ import torch
 import ssdtrain
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.compact.layers import find_layers
-from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
+from ssdtrain.config import Config, ConfigError, load_config
 from ssdtrain.integration.claims import claim
 from ssdtrain.integration.compatibility import check_conflicts
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.patching import Patches, run_inside
+from ssdtrain.integration.training_log import adds_metrics
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.tensors.eligible import GatheredStorages
 from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import Runtime
+from ssdtrain.telemetry.totals import Interval
 from ssdtrain_ds import (
     _compat,
     _compat_accelerate,
@@ -42,11 +44,8 @@ from ssdtrain_ds.block import BLOCK_KEY, check_place
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over
 from ssdtrain_ds.conflicts import DEEPSPEED_CONFLICTS
-from ssdtrain_ds.monitor import Monitor, patch_trainer
 from ssdtrain_ds.plan import HAS_NO_BLOCKS, NEVER_ENDS, plan_blocks, reject_compile
 from ssdtrain_ds.state import place_state
-
-__all__ = ["install", "runtime_of", "uninstall"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -132,7 +131,7 @@ def _check_no_engine_made() -> None:
             allowed = (
                 "calling ssdtrain_ds.install() before deepspeed.initialize, or python -m ssdtrain_ds SCRIPT"
             )
-            raise ConfigError([ConfigIssue(BLOCK_KEY, written[BLOCK_KEY], why, allowed)])
+            raise ConfigError.of(BLOCK_KEY, written[BLOCK_KEY], why, allowed)
 
 
 def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
@@ -143,7 +142,7 @@ def _check_instructions(engine_class: type, block: dict[str, Any]) -> None:
         why = f"cannot be had with the pipeline instructions {', '.join(foreign)}, which are not DeepSpeed's own"
         allowed = "the block without offload and plan, or a schedule of DeepSpeed's (1F1B, DualPipeV)"
         key = "offload" if "offload" in block else "plan"
-        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.{key}", block[key], why, allowed)])
+        raise ConfigError.of(f"{BLOCK_KEY}.{key}", block[key], why, allowed)
 
 
 def uninstall() -> None:
@@ -203,12 +202,12 @@ class _EngineAttachment:
             self._prepare_offload(self.offload)
         self.checkpoint = checkpointing.function_for(config.checkpoint)
         # 2. Metrics go where DeepSpeed's and the Trainer's go.
-        self.monitor = Monitor(engine, runtime)
+        self.monitor = _Monitor(engine, runtime)
         runtime.call_at_close(lambda: engine.__dict__.pop(_ATTACHMENT, None))
         of_trainer = Patches()
         runtime.call_at_close(of_trainer.undo)
         weakref.finalize(self, of_trainer.undo)
-        patch_trainer(of_trainer, engine, runtime)
+        _patch_trainer(of_trainer, engine, runtime)
         # 3. Forwards, backwards and steps reach the runtime.
         self._record_skipped_steps()
         self._patch_engine()
@@ -334,3 +333,50 @@ class _EngineAttachment:
             return found
 
         return destroy
+
+
+_IN_MONITOR = "Train/SSDTrain"
+
+
+class _Monitor:
+    """Writes the metrics of rank 0 to DeepSpeed's monitor (TensorBoard, csv, Weights & Biases, Comet) after each step, against
+    the samples seen, as DeepSpeed's own values are.
+
+    The log lines are the runtime's, every `report.interval` steps: DeepSpeed's logger is at WARNING by default, and
+    `steps_per_print` is infinite under accelerate.
+    """
+
+    def __init__(self, engine: Any, runtime: Runtime) -> None:
+        self._engine = engine
+        self._runtime = runtime
+        self._interval = Interval(runtime.statistics())
+
+    def step(self) -> None:
+        """A step is over."""
+        engine = self._engine
+        if engine.global_rank != 0 or not engine.monitor.enabled:
+            return
+        now = self._runtime.statistics()
+        if now is not None:
+            samples = engine.global_samples
+            events = [
+                (f"{_IN_MONITOR}/{name}", value, samples) for name, value in self._interval.end(now).items()
+            ]
+            engine.monitor.write_events(events)
+
+
+def _patch_trainer(patches: Patches, engine: Any, runtime: Runtime) -> None:
+    """Add the metrics of `runtime` to the training logs of the Trainer that drives `engine`, if there is one.
+
+    A log gets what log lines show: bytes and seconds per step since the log before, of this process's rank.
+    """
+    trainer = _compat.trainer_class()
+    if trainer is None:
+        return
+    # Weak references: the class outlives engines, and nobody destroys those of a Trainer.
+    driven, known = weakref.ref(engine), weakref.ref(runtime)
+
+    def runtime_of(self: Any) -> Runtime | None:
+        return known() if self.model_wrapped is driven() else None
+
+    patches.replace(trainer, "log", adds_metrics(Interval(runtime.statistics()), runtime_of))

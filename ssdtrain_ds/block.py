@@ -10,8 +10,6 @@ from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.config.files import blocks_inside
 from ssdtrain.config.similar import resembles
 
-__all__ = ["BLOCK_KEY", "check_place"]
-
 BLOCK_KEY = "ssdtrain"
 
 

@@ -34,8 +34,6 @@ from ssdtrain.offload.hooks import HeldTensor, hold
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain_ds import _compat
 
-__all__ = ["RANDOM_STATE", "RECOMPUTING", "checkpoint", "function_for", "patch_checkpointing", "recording"]
-
 RANDOM_STATE = "deepspeed"
 """The name of the generators of DeepSpeed's model parallelism."""
 

@@ -8,11 +8,9 @@ from typing import Any
 
 from ssdtrain.compact import register_passing
 from ssdtrain.compact.feature import CompactLinear
-from ssdtrain.config import Config, ConfigError, ConfigIssue
+from ssdtrain.config import Config, ConfigError
 from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK_KEY
-
-__all__ = ["check_layers", "check_mode", "follow_zero", "take_over"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -27,7 +25,7 @@ def check_mode(config: Config) -> None:
     if config.compact is not None and config.compact.mode == "lowrank":
         why = "replaces the optimizer's parameters, which is not built for DeepSpeed in this version"
         allowed = '"reconstruct" or "quant"'
-        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.compact.mode", config.compact.mode, why, allowed)])
+        raise ConfigError.of(f"{BLOCK_KEY}.compact.mode", config.compact.mode, why, allowed)
 
 
 def check_layers(engine: Any) -> None:
@@ -39,7 +37,7 @@ def check_layers(engine: Any) -> None:
             "compressing their inputs is not in this version"
         )
         allowed = "leaving the compact section out, or a config without tensor_parallel"
-        raise ConfigError([ConfigIssue(f"{BLOCK_KEY}.compact", "compact", why, allowed)])
+        raise ConfigError.of(f"{BLOCK_KEY}.compact", "compact", why, allowed)
 
 
 def take_over(earlier: Iterable[CompactLinear]) -> None:

@@ -10,12 +10,6 @@ from ssdtrain import ranks
 from ssdtrain.config import Config
 from ssdtrain.integration.compatibility import FrameworkConflict
 
-__all__ = ["DEEPSPEED_CONFLICTS"]
-
-
-def _with_deepcompile(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
-    return bool(value) and bool(written["compile"].get("deepcompile"))
-
 
 def _takes_the_space(section: str) -> Any:
     def applies(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
@@ -48,7 +42,7 @@ DEEPSPEED_CONFLICTS: tuple[FrameworkConflict, ...] = (
         "error",
         "lets DeepCompile move the activations of compiled graphs to host memory: they would be offloaded twice, or not at all",
         "false, or the block without offload",
-        _with_deepcompile,
+        lambda value, config, written: bool(value) and bool(written["compile"].get("deepcompile")),
     ),
     *(
         FrameworkConflict(

@@ -14,8 +14,6 @@ import sys
 from collections.abc import MutableMapping
 from typing import NamedTuple
 
-__all__ = ["Command", "UsageError", "main", "parse", "set_single_process"]
-
 USAGE = "usage: python -m ssdtrain_ds [-m] SCRIPT [ARGUMENTS ...]"
 
 

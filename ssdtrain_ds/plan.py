@@ -16,8 +16,6 @@ from ssdtrain.profile.blocks import names_a_module
 from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK_KEY
 
-__all__ = ["HAS_NO_BLOCKS", "NEVER_ENDS", "plan_blocks", "reject_compile"]
-
 _RUNNING = "deepspeed: modules whose forwards run"
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.planner.planned_state import PlannedState
 
-__all__ = ["ZERO_SECTION", "planned_section", "zero_options"]
-
 ZERO_SECTION = "zero_optimization"
 
 _AUTO = "auto"  # Hugging Face's word for a key that it fills in

@@ -18,8 +18,6 @@ from ssdtrain.integration.patching import Patches, run_inside
 from ssdtrain.runtime import Runtime
 from ssdtrain_ds import _compat
 
-__all__ = ["Turn", "patch_pipeline", "read"]
-
 
 class Turn(NamedTuple):
     """What one instruction means for the tapes.

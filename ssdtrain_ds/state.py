@@ -26,8 +26,6 @@ from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK_KEY
 from ssdtrain_ds.planned_state import ZERO_SECTION, planned_section
 
-__all__ = ["place_state"]
-
 logger = logging.getLogger("ssdtrain")
 
 _KEY = f"{BLOCK_KEY}.plan.state_limit"
@@ -91,7 +89,7 @@ def _planned(
         allowed = (
             f'that config with "{ZERO_SECTION}": {json.dumps(section)}, as ssdtrain plan --apply writes it'
         )
-        raise ConfigError([ConfigIssue(key, value, why, allowed)])
+        raise ConfigError.of(key, value, why, allowed)
     return section
 
 

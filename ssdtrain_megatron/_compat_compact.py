@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from ssdtrain.integration.compatibility import check_nothing_missing, missing_names
 from ssdtrain_megatron._compat import TESTED_MEGATRON, missing_parameters
 
-__all__ = ["LINEAR", "check", "gather_rows", "is_parallel_linear", "reduce_rows", "unsupported_layers"]
-
 LINEAR = "linear_with_grad_accumulation_and_async_allreduce"
 """What a parallel linear layer computes with, looked up in `layers` at each call."""
 PLACE = layers

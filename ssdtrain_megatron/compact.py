@@ -23,8 +23,6 @@ from ssdtrain.config import ConfigError, ConfigIssue
 from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron import _compat, _compat_compact
 
-__all__ = ["follow", "names_of", "refuse"]
-
 _KIND = LinearKind(
     _compat_compact.is_parallel_linear,
     # A row-parallel layer has a part of its input's features, a column-parallel one has all.
@@ -110,7 +108,7 @@ def refuse(chunks: Sequence[nn.Module], mode: str) -> None:
     if mode == "lowrank":
         why = "replaces the optimizer's parameters, which is not built for Megatron in this version"
         allowed = '"reconstruct" or "quant"'
-        raise ConfigError([ConfigIssue("ssdtrain.compact.mode", mode, why, allowed)])
+        raise ConfigError.of("ssdtrain.compact.mode", mode, why, allowed)
     problems = list(dict.fromkeys(problem for chunk in chunks for problem in _problems(chunk)))
     if problems:
         raise ConfigError(problems)

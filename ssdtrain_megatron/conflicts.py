@@ -13,8 +13,6 @@ from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
 from ssdtrain.integration.compatibility import FrameworkConflict, conflicts
 from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["MEGATRON_CONFLICTS", "check_conflicts", "flag", "option_problems", "wrappers_of"]
-
 
 def _row(
     option: str,
@@ -138,11 +136,6 @@ def check_conflicts(chunks: Sequence[nn.Module], config: Config) -> None:
         raise ConfigError(problems)
 
 
-def option_problems(options: Mapping[str, Any], config: Config) -> Iterator[ConfigIssue]:
-    """The conflicts in the options of a model, or in Megatron-LM's parsed command line."""
-    return conflicts(MEGATRON_CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
-
-
 def wrappers_of(chunk: nn.Module) -> list[str]:
     """Data parallelism in a chunk that reduces gradients by itself, by its name."""
     found = (_WRAPPERS.get(type(module).__name__) for module in chunk.modules())
@@ -152,7 +145,7 @@ def wrappers_of(chunk: nn.Module) -> list[str]:
 def _problems(chunk: nn.Module, config: Config) -> Iterator[ConfigIssue]:
     parallelism = getattr(chunk, "ddp_config", None)
     options = {**vars(_compat.model_config(chunk)), **({} if parallelism is None else vars(parallelism))}
-    yield from option_problems(options, config)
+    yield from conflicts(MEGATRON_CONFLICTS, config, options, lambda option: f"Megatron's {flag(option)}")
     wrappers = wrappers_of(chunk)
     for enabled, why in ((config.offload is not None, _SHARDS), (config.compresses, _REDUCES)):
         if enabled:

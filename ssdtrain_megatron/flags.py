@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain.config import DIMENSIONS, Config, ConfigError, ConfigIssue
+from ssdtrain.config import DIMENSIONS, Config, ConfigError
 from ssdtrain.config.flags import add_flags, check_unknown_flags, config_from_namespace, from_namespace
 from ssdtrain.integration.patching import Patches
 from ssdtrain_megatron.planned_state import refuse_state_limit
@@ -76,7 +76,7 @@ class UnusedFlags:
                 "ssdtrain_megatron.config_from_args(get_args()), optimizer=optimizer), or no such flags"
             )
             flags = ", ".join(self._flags)
-            raise ConfigError([ConfigIssue("the command line", flags, f"is without effect: {why}", allowed)])
+            raise ConfigError.of("the command line", flags, f"is without effect: {why}", allowed)
 
 
 unused_flags = UnusedFlags()
@@ -103,9 +103,7 @@ def _config_of(args: argparse.Namespace) -> Config | None:
         allowed = (
             "leaving it out: what --ssdtrain-compact-* says is compressed in every layer, without this key"
         )
-        raise ConfigError(
-            [ConfigIssue("ssdtrain.plan.compress (--ssdtrain-plan-compress)", True, why, allowed)]
-        )
+        raise ConfigError.of("ssdtrain.plan.compress (--ssdtrain-plan-compress)", True, why, allowed)
     if isinstance(plan, dict):
         refuse_state_limit(plan.get("state_limit"))
     config = config_from_namespace(args)
@@ -114,7 +112,7 @@ def _config_of(args: argparse.Namespace) -> Config | None:
         why = "would compress nothing: neither a preset nor a codec is chosen"
         allowed = "together with --ssdtrain-comm-preset, or a codec such as --ssdtrain-comm-dp int8, or leaving it out"
         given = {key: getattr(comm, key) for key in comm.model_fields_set}
-        raise ConfigError([ConfigIssue("ssdtrain.comm", given, why, allowed)])
+        raise ConfigError.of("ssdtrain.comm", given, why, allowed)
     return config
 
 

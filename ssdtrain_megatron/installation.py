@@ -18,8 +18,6 @@ from ssdtrain_megatron.recompute import any_requires_grad
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
 
-__all__ = ["Installation", "installation"]
-
 
 class Installation:
     """Sends the events of megatron-core's schedules to the attachment of the model they are about.

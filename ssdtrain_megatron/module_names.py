@@ -5,8 +5,6 @@ from __future__ import annotations
 from ssdtrain.config import Config
 from ssdtrain_megatron import _compat
 
-__all__ = ["with_plain_patterns"]
-
 
 def with_plain_patterns(config: Config) -> Config:
     """Return the config with the patterns of modules in place of Megatron's names for them."""

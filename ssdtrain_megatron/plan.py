@@ -15,8 +15,6 @@ from ssdtrain_megatron import _compat
 from ssdtrain_megatron.conflicts import flag, wrappers_of
 from ssdtrain_megatron.recompute import has_grad_mode_side_effects
 
-__all__ = ["plan_blocks"]
-
 _EXCLUDED: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "recompute_granularity": ("recomputes already", (None,)),
     "fp8": ("keeps scales that a second run would change", (None,)),

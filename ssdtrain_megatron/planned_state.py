@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ssdtrain.config import ConfigError, ConfigIssue
+from ssdtrain.config import ConfigError
 from ssdtrain.planner.planned_state import PlannedState
-
-__all__ = ["check_flags", "refuse_state_limit", "state_flags"]
 
 _KEY = "ssdtrain.plan.file (--ssdtrain-plan-file)"
 
@@ -38,7 +36,7 @@ def refuse_state_limit(limit: object) -> None:
     why = "is for DeepSpeed's ZeRO-3, and Megatron has built its optimizer from its own flags"
     allowed = "the flags that ssdtrain plan --print-flags prints, without this one"
     key = "ssdtrain.plan.state_limit (--ssdtrain-plan-state-limit)"
-    raise ConfigError([ConfigIssue(key, limit, why, allowed)])
+    raise ConfigError.of(key, limit, why, allowed)
 
 
 def check_flags(file: str, args: Mapping[str, Any]) -> None:
@@ -56,6 +54,6 @@ def check_flags(file: str, args: Mapping[str, Any]) -> None:
     if missing:
         words = " ".join(flag if value is True else f"{flag} {value}" for flag, value in missing.items())
         why = "has model state in another place than the flags of this run, which cannot be changed any more"
-        raise ConfigError(
-            [ConfigIssue(_KEY, file, why, f"the flags {words}, as ssdtrain plan --print-flags prints them")]
+        raise ConfigError.of(
+            _KEY, file, why, f"the flags {words}, as ssdtrain plan --print-flags prints them"
         )

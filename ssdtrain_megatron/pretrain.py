@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ssdtrain.config import Config, ConfigError, ConfigIssue
+from ssdtrain.config import Config, ConfigError
 from ssdtrain.integration.patching import Function, Patches, call_after
 from ssdtrain.preflight import check_start
 from ssdtrain_megatron.flags import (
@@ -26,9 +26,6 @@ from ssdtrain_megatron.planned_state import check_flags
 
 if TYPE_CHECKING:
     from ssdtrain_megatron.attachment import Attachment
-
-__all__ = ["install_pretrain", "uninstall_pretrain"]
-
 
 _patches = Patches()
 _of_attachment = Patches()  # for the attachment that is alive
@@ -113,7 +110,7 @@ def _check_command_line(args: Any) -> None:
     if file and dropped:
         why = f"is read in place of the command line, and {', '.join(dropped)} would be without effect"
         allowed = "the keys in that file instead (ssdtrain_config: FILE), or no --yaml-cfg"
-        raise ConfigError([ConfigIssue("Megatron's --yaml-cfg", file, why, allowed)])
+        raise ConfigError.of("Megatron's --yaml-cfg", file, why, allowed)
 
 
 def _attach(training: Any, chunks: Any, optimizer: Any, config: Config) -> bool:

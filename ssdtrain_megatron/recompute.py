@@ -38,8 +38,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["any_requires_grad", "has_grad_mode_side_effects"]
-
 
 def any_requires_grad(inputs: Iterable[object]) -> bool:
     """True if an autograd function with these arguments would be a node of the graph. See Note: [Inputs without gradients]."""

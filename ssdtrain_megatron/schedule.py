@@ -30,8 +30,6 @@ from ssdtrain.features import Feature, Forward
 from ssdtrain.profile.modules import ModuleHook
 from ssdtrain.runtime import Runtime
 
-__all__ = ["BypassedSchedules", "Schedule", "ScheduledEvent", "StepOrder"]
-
 logger = logging.getLogger("ssdtrain")
 
 TapeKey = tuple[int, int]

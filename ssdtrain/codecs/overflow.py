@@ -18,8 +18,6 @@ from torch import Tensor
 from ssdtrain.codecs import kernels
 from ssdtrain.codecs.base import HEADER_BYTES, ExactCodec, FixedSizeCodec, align
 
-__all__ = ["keep_values", "kept_values", "restore_values", "room"]
-
 
 def room(codec: FixedSizeCodec, numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of a buffer for the payload of `numel` values of `dtype`, or for the values behind its header."""

@@ -26,9 +26,8 @@ _MASK32 = 0xFFFFFFFF
 _NEGABINARY = 0xAAAAAAAA
 _BIAS = 127
 _HEADER_BITS = 9  # not all zero, exponent
-_SMALLEST_BITS = (
-    _HEADER_BITS  # the library widens a lower rate to the header, which its Python binding does not allow for
-)
+# The library widens a lower rate to the header, which its Python binding does not allow for.
+_SMALLEST_BITS = _HEADER_BITS
 _LONGEST_CODE = 7  # bits of one plane's
 
 
@@ -44,9 +43,8 @@ class Zfp(FixedSizeCodec):
     """
 
     unbiased = False  # planes that are cut off round towards zero
-    contractive = (
-        False  # a block of one large and three small values may err by more than its norm at a low rate
-    )
+    # A block of one large and three small values may err by more than its norm at a low rate.
+    contractive = False
 
     rate: float = 8.0
     backend: str = field(default="auto", compare=False)

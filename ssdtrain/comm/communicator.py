@@ -207,7 +207,7 @@ class Communicator:
     def _route(
         self, collective: Sharded, dimension: str, group: dist.ProcessGroup, bucket: Bucket | None = None
     ) -> Route | None:
-        trials = _RouteTrials(self, dimension, collective)
+        trials = RouteTrials(self, dimension, collective)
         return self.router.choose(collective, dimension, group, self.steps, bucket and bucket.name, trials)
 
     def _launch(
@@ -412,7 +412,7 @@ class Communicator:
         return self.feedback
 
 
-class _RouteTrials:
+class RouteTrials:
     """Calls that the router compares: their results, metrics and residuals are dropped."""
 
     def __init__(self, comm: Communicator, dimension: str, collective: Collective) -> None:
@@ -423,19 +423,16 @@ class _RouteTrials:
         self._feedback = Feedback(comm.policy.feedback) if has_feedback else None
 
     def call(self, route: Route) -> Call:
+        """Return a call whose sizes are those of a real one."""
         return self._comm._call(self._collective, self._dimension, route, CommMetrics(), Bucket("probe"))
 
     def run(self, sample: Sharded, route: Route) -> None:
+        """Run a sample of the collective to its end."""
         comm, call = self._comm, self.call(route)
         call.feedback = self._feedback
         if comm._overflows is not None:
-            call.kind = (
-                route.topology.group.group_name,
-                "probe",
-                self._dimension,
-                sample.name,
-                sample.nbytes,
-            )
+            group = route.topology.group.group_name
+            call.kind = (group, "probe", self._dimension, sample.name, sample.nbytes)
             call.number = comm._overflows.number(call.kind)
         steps = sample.steps(call, comm.policy.chunk)
         CompressedWork(steps, call.metrics, comm.meter, comm._streams.of(self._dimension)).wait()

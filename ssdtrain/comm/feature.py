@@ -14,8 +14,6 @@ from ssdtrain.device import warn_of_untested_torch
 from ssdtrain.features import Feature, Placement, Step
 from ssdtrain.steps import StepClock
 
-__all__ = ["CompressedCollectives"]
-
 logger = logging.getLogger("ssdtrain")
 
 UNENDED_STEPS = 10

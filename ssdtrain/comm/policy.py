@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 
 from ssdtrain.codecs import FORMAT_VERSION, FixedSizeCodec, make_fixed_size_codec
-from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError, ConfigIssue
+from ssdtrain.config import DIMENSIONS, CommConfig, ConfigError
 from ssdtrain.config.codecs import OFF, split_rule
 from ssdtrain.config.comm import EXCLUDED_OF_PRESETS, FEEDBACK, PRESETS
 
@@ -76,7 +76,7 @@ class Policy:
         if config.adapt is not None and feedback == OFF:
             allowed = '"feedback": "int8" beside it, or leaving adapt out'
             why = "needs error feedback, and it is off"
-            raise ConfigError([ConfigIssue(f"{path}.adapt", config.adapt, why, allowed)])
+            raise ConfigError.of(f"{path}.adapt", config.adapt, why, allowed)
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),

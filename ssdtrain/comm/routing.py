@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from ssdtrain.comm.notices import ORDER_OF_SUMS, Notices
 from ssdtrain.comm.policy import OFF, WARMUP_CODEC, Policy, Rule, codec_of
 from ssdtrain.comm.topology import Topology, check_two_hop, find_topology
 from ssdtrain.device.runtime import made_current
+
+if TYPE_CHECKING:
+    from ssdtrain.comm.communicator import RouteTrials
 
 # Calls of different sizes whose bytes are remembered.
 MOST_SIZES = 4096
@@ -98,16 +101,6 @@ def reason_against(
     return None
 
 
-class Trials(Protocol):
-    """Calls of one collective by routes that are compared."""
-
-    def call(self, route: Route) -> Call:
-        """Return a call whose sizes are those of a real one."""
-
-    def run(self, sample: Sharded, route: Route) -> None:
-        """Run a sample of the collective to its end."""
-
-
 class Router:
     """Chooses the route of each call. All ranks of a group choose the same one, by policy, sizes, dtypes and shared measurements.
 
@@ -156,7 +149,7 @@ class Router:
         group: dist.ProcessGroup,
         step: int,
         bucket: str | None,
-        trials: Trials,
+        trials: RouteTrials,
     ) -> Route | None:
         """Choose the route of a call by policy, errors of the bucket, bytes and measured times; None: it is sent uncompressed,
         and counted as such.
@@ -181,11 +174,9 @@ class Router:
         if not routes:
             self.count_fallback(dimension, NO_FEWER_BYTES, collective.raw_bytes(planned.topology.size))
             return None
-        return (
-            self._probed(collective, dimension, routes, trials, warming_up)
-            if self.policy.probe
-            else routes[0]
-        )
+        if not self.policy.probe:
+            return routes[0]
+        return self._probed(collective, dimension, routes, trials, warming_up)
 
     def _adapted(self, route: Route, bucket: str) -> Route:
         if self._bit_widths is None:
@@ -212,11 +203,12 @@ class Router:
             topology = self.topology(group)
             scatter, gather = ((rule.inside, rule.between) for rule in rules)
             route = Route(topology, scatter, gather)
+            one_order = ranks == 2 and op_name(collective.op) == "SUM"  # the same bits in any order
             if all(spec == OFF for spec in route.specs):
                 reason = OFF_INSIDE
             elif collective.scatters and self.is_identity(route, collective.dtype):
                 reason = NOTHING_SAVED
-            elif collective.scatters and self._is_exact(route) and not _has_one_order(collective.op, ranks):
+            elif collective.scatters and self._is_exact(route) and not one_order:
                 reason = ORDER_OF_SUMS
             elif self.captures and any(codec_of(spec).may_overflow for spec in route.specs if spec != OFF):
                 reason = CAPTURED
@@ -281,7 +273,12 @@ class Router:
         return self._fewer[key]
 
     def _probed(
-        self, collective: Sharded, dimension: str, routes: Sequence[Route], trials: Trials, warming_up: bool
+        self,
+        collective: Sharded,
+        dimension: str,
+        routes: Sequence[Route],
+        trials: RouteTrials,
+        warming_up: bool,
     ) -> Route | None:
         """Measure `routes`, in order of preference, at the first call of each kind and size."""
         where = routes[0].topology
@@ -324,11 +321,6 @@ class Router:
             f"such messages go {instead} (comm.probe: false would compress them all the same)"
         )
         self.notices.add(f"{dimension}, {collective.name}, {instead}", text)
-
-
-def _has_one_order(op: object, ranks: int) -> bool:
-    """Return whether a reduction has the same bits in any order."""
-    return ranks == 2 and op_name(op) == "SUM"
 
 
 def _at_least_8_bits(spec: str) -> str:

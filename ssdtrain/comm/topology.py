@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ssdtrain.config import ConfigError, ConfigIssue
+from ssdtrain.config import ConfigError
 
 NODE = "SSDTRAIN_NODE"
 
@@ -116,12 +116,8 @@ def _no_two_hops(ranks: Sequence[int], nodes: Sequence[str]) -> ConfigError:
         f"needs the same number of ranks, at least two, in the same order on each of several nodes; the {len(ranks)} ranks "
         f"{_shortened(ranks)} are {counts} ({NODE} in the environment names a node)"
     )
-    return ConfigError(
-        [
-            ConfigIssue(
-                "ssdtrain.comm.two_hop", "on", why, '"auto", which takes two hops where they can be had'
-            )
-        ]
+    return ConfigError.of(
+        "ssdtrain.comm.two_hop", "on", why, '"auto", which takes two hops where they can be had'
     )
 
 

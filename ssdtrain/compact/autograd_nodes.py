@@ -12,22 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = [
-    "CAST",
-    "FACTORS",
-    "MEAN_SQUARE",
-    "PRODUCT",
-    "SILU",
-    "SQUARED",
-    "VIEWS",
-    "missing_names",
-    "output_dtype",
-    "saved_factors",
-    "saved_input",
-    "saves_its_result",
-    "set_hooks",
-]
-
 PRODUCT = "MulBackward0"
 SILU = "SiluBackward0"
 CAST = "ToCopyBackward0"

@@ -19,12 +19,10 @@ from torch import nn
 from ssdtrain.compact.layers import CompactLayer, Compression, find_layers
 from ssdtrain.compact.linear import CompactForward, ReplacedForward
 from ssdtrain.compact.lowrank import LowRank
-from ssdtrain.config import CompactConfig, ConfigError, ConfigIssue
+from ssdtrain.config import CompactConfig, ConfigError
 from ssdtrain.device.runtime import made_current
 from ssdtrain.features import FIRST_STEPS, Feature, Forward, Placement, Step
 from ssdtrain.metrics import MetricSet
-
-__all__ = ["CompactLinear"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -93,7 +91,7 @@ class CompactLinear(Feature):
             if isinstance(layer.module.__dict__.get("forward"), ReplacedForward):
                 why = f"meets the layer {layer.name}, which another runtime compresses already"
                 allowed = "closing that one first"
-                raise ConfigError([ConfigIssue("ssdtrain.compact", self.config.mode, why, allowed)])
+                raise ConfigError.of("ssdtrain.compact", self.config.mode, why, allowed)
         if self.config.mode == "lowrank":
             first = not self._low_rank  # one optimizer has the layers of all models
             made = self._low_rank_step if first else None

@@ -29,12 +29,10 @@ from ssdtrain.compact.linear import Communication, LinearKind, compact_linear, k
 from ssdtrain.compact.projection import ProjectionLayout, Projections, layer_key, layout_of
 from ssdtrain.compact.recompute import kept_by_producer, release_copies
 from ssdtrain.compact.saved import Projected, Quantised, SavedInput
-from ssdtrain.config import CompactConfig, ConfigError, ConfigIssue
+from ssdtrain.config import CompactConfig, ConfigError
 from ssdtrain.metrics import MetricSet, Unit, counter
 from ssdtrain.profile.modules import Running, matches
 from ssdtrain.versions import VersionProbe
-
-__all__ = ["QUANTISERS", "CompactLayer", "CompactMetrics", "Compression", "LayerToCompress", "find_layers"]
 
 QUANTISERS = {
     "int8": "int8:block=128,round=stochastic",
@@ -125,20 +123,18 @@ def find_layers(
         except ValueError as error:
             allowed = '"orthonormal", or an exclude that has this layer'
             why = f"does not fit the layer {name}: {error}"
-            raise ConfigError(
-                [ConfigIssue("ssdtrain.compact.projection", config.projection, why, allowed)]
-            ) from None
+            raise ConfigError.of("ssdtrain.compact.projection", config.projection, why, allowed) from None
         layers.append(LayerToCompress(name, module, kind, layout))
     if wrapped:
         kinds, names = ", ".join(sorted(set(wrapped.values()))), ", ".join(list(wrapped)[:4])
         why = f"has {len(wrapped)} layers whose weights, which are trained, are of the class {kinds}: {names}"
         allowed = "an exclude that has them, or freezing them"
-        raise ConfigError([ConfigIssue("ssdtrain.compact.exclude", list(config.exclude), why, allowed)])
+        raise ConfigError.of("ssdtrain.compact.exclude", list(config.exclude), why, allowed)
     if required and not layers:
         key, value = _that_leaves_nothing(config)
         why = f"leaves no layer to compress: of {type(model).__name__}, {linear} modules are linear layers that are known"
         allowed = "patterns of their names or classes (torch.nn.Linear, Conv1D, and those of an adapter)"
-        raise ConfigError([ConfigIssue(f"ssdtrain.compact.{key}", value, why, allowed)])
+        raise ConfigError.of(f"ssdtrain.compact.{key}", value, why, allowed)
     return layers
 
 
@@ -222,7 +218,7 @@ class Compression:
         if config.recompute and (missing := missing_names()):
             why = f"reads private names of autograd that torch {torch.__version__} does not have: {', '.join(missing)}"
             allowed = "false, or a version of torch that docs/versions.md lists"
-            raise ConfigError([ConfigIssue("ssdtrain.compact.recompute", True, why, allowed)])
+            raise ConfigError.of("ssdtrain.compact.recompute", True, why, allowed)
         self.config = config
         self.rank = rank
         self.step: Callable[[], int] = lambda: 0

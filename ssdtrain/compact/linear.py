@@ -22,18 +22,6 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ssdtrain.compact.saved import Projected, SavedInput
 
-__all__ = [
-    "Communication",
-    "CompactForward",
-    "LayerForward",
-    "LinearKind",
-    "ReplacedForward",
-    "compact_linear",
-    "current_layer",
-    "kind_of",
-    "register_kind",
-]
-
 Wait = Callable[[], object]
 
 

@@ -37,11 +37,9 @@ from ssdtrain.compact.layers import Compression, LayerToCompress
 from ssdtrain.compact.linear import ReplacedForward
 from ssdtrain.compact.projection import ProjectionLayout, layer_key, project, unproject
 from ssdtrain.compact.recompute import kept_by_producer
-from ssdtrain.config import ConfigError, ConfigIssue
+from ssdtrain.config import ConfigError
 from ssdtrain.features import FIRST_STEPS
 from ssdtrain.steps import call_after_steps
-
-__all__ = ["FACTOR", "LowRank"]
 
 FACTOR = "lowrank_weight"
 """The parameter B of a layer's module; no `state_dict` has it."""
@@ -95,7 +93,7 @@ class LowRankLinear(torch.autograd.Function):
 
 
 def _problem(why: str, allowed: str) -> ConfigError:
-    return ConfigError([ConfigIssue("ssdtrain.compact.mode", "lowrank", why, allowed)])
+    return ConfigError.of("ssdtrain.compact.mode", "lowrank", why, allowed)
 
 
 def _skips_step(optimizer: Optimizer) -> bool:

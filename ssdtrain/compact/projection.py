@@ -31,17 +31,6 @@ from ssdtrain.codecs.base import Key
 from ssdtrain.codecs.hadamard import rotate
 from ssdtrain.codecs.philox import philox
 
-__all__ = [
-    "FEATURES_OF_BLOCK",
-    "ProjectionKind",
-    "ProjectionLayout",
-    "Projections",
-    "layer_key",
-    "layout_of",
-    "project",
-    "unproject",
-]
-
 ProjectionKind = Literal["orthonormal", "gaussian", "hadamard"]
 
 FEATURES_OF_BLOCK = 64

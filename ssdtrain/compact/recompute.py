@@ -55,8 +55,6 @@ from ssdtrain.compact.autograd_nodes import (
 )
 from ssdtrain.versions import VersionProbe
 
-__all__ = ["kept_by_producer", "register_passing", "release_copies"]
-
 _MOST_VIEWS = 8
 _MODIFIED = "modified by an inplace operation"
 """Part of autograd's error."""

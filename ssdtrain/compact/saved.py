@@ -5,29 +5,13 @@ Shapes: N tokens, n input features, m output features.
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ssdtrain.codecs import FixedSizeCodec, Key
 from ssdtrain.compact.projection import project, unproject
-
-__all__ = ["Projected", "Quantised", "SavedInput"]
-
-
-class SavedInput(Protocol):
-    """How one input is compressed. Immutable: a graph from an earlier step keeps its own."""
-
-    def compress(self, x: Tensor) -> Tensor:
-        """The compressed form of `x` [..., n], a new tensor."""
-
-    def weight_gradient(self, gradient_NM: Tensor, saved: Tensor) -> Tensor:
-        """An estimate of G^T x, [m, n], whose mean is exact.
-
-        Args:
-            saved: result of `compress`, or the concatenated results of several ranks with N / ranks tokens each.
-        """
 
 
 class Projected(NamedTuple):
@@ -37,9 +21,15 @@ class Projected(NamedTuple):
     """Q of P, see `projection`."""
 
     def compress(self, x: Tensor) -> Tensor:
+        """The compressed form of `x` [..., n], a new tensor."""
         return project(x, self.block)
 
     def weight_gradient(self, gradient_NM: Tensor, saved: Tensor) -> Tensor:
+        """An estimate of G^T x, [m, n], whose mean is exact.
+
+        Args:
+            saved: result of `compress`, or the concatenated results of several ranks with N / ranks tokens each.
+        """
         return unproject(gradient_NM.t() @ saved.reshape(gradient_NM.shape[0], -1), self.block)
 
 
@@ -67,3 +57,7 @@ class Quantised(NamedTuple):
         for payload, part in zip(saved.view(parts, size), x, strict=True):
             self.codec.decode(payload, part)
         return gradient_NM.t() @ x.view(gradient_NM.shape[0], -1).to(gradient_NM.dtype)
+
+
+SavedInput = Projected | Quantised
+"""How one input is compressed. Immutable: a graph from an earlier step keeps its own."""

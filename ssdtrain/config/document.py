@@ -115,7 +115,8 @@ def _values() -> str:
 
 def _sections(section: type[Section], keys: tuple[str, ...]) -> Iterator[str]:
     title = ".".join((KEY, *keys))
-    lines = [f"## {title}", "", *_paragraph(section.__doc__ or ""), ""]
+    about = [line.strip() for line in (section.__doc__ or "").strip().splitlines()]
+    lines = [f"## {title}", "", *about, ""]
     inner: list[tuple[type[Section], str]] = []
     rows: list[str] = []
     names = {flag.keys: flag for flag in flags()}
@@ -126,21 +127,14 @@ def _sections(section: type[Section], keys: tuple[str, ...]) -> Iterator[str]:
             continue
         path = (*keys, name)
         flag = names[path]
-        given = f"`{flag.name}`" + (f", `{flag.name.replace('--', '--no-', 1)}`" if flag.boolean else "")
-        row = [f"`{name}`", _type(field), _default(field), _one_line(field.description or ""), given]
+        given = ", ".join(f"`{each}`" for each in flag.names)
+        meaning = " ".join((field.description or "").split())
+        row = [f"`{name}`", _type(field), _default(field), meaning, given]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |")
     lines += ["| key | type | default | meaning | flag |", "|---|---|---|---|---|", *rows, ""]
     yield "\n".join(lines)
     for below, name in inner:
         yield from _sections(below, (*keys, name))
-
-
-def _paragraph(docstring: str) -> list[str]:
-    return [line.strip() for line in docstring.strip().splitlines()]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _type(field: FieldInfo) -> str:

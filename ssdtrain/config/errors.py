@@ -72,6 +72,11 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         self.source = source
 
+    @classmethod
+    def of(cls, path: str, value: Any, why: str, allowed: str) -> "ConfigError":
+        """Make the error of one `ConfigIssue`."""
+        return cls([ConfigIssue(path, value, why, allowed)])
+
     def __str__(self) -> str:
         count = "1 error" if len(self.problems) == 1 else f"{len(self.problems)} errors"
         origin = f" in {shortened(printable(self.source), _SHOWN_PATH)}" if self.source else ""

@@ -30,14 +30,14 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
     """
     written = str(file)
     if Path(file).suffix not in {".json", ".yaml", ".yml"}:
-        raise ConfigError([ConfigIssue(path, written, "has no known suffix", "a .yaml, .yml or .json file")])
+        raise ConfigError.of(path, written, "has no known suffix", "a .yaml, .yml or .json file")
     name = Path(file)
     try:
         name = name.expanduser()
         text = _text_of(name)
     # UnicodeError: the name or the content; RuntimeError: a ~ that leads to no home; other ValueErrors: a NUL in the name.
     except (OSError, ValueError, RuntimeError) as error:
-        raise ConfigError([ConfigIssue(path, written, f"cannot be read ({error})", _FILE_ALLOWED)]) from error
+        raise ConfigError.of(path, written, f"cannot be read ({error})", _FILE_ALLOWED) from error
     try:
         content = (
             json.loads(text, object_pairs_hook=_Mapping.of_pairs)
@@ -48,7 +48,7 @@ def read_block(file: str | Path, *, path: str = KEY) -> dict[str, Any]:
         # Where a value is not what its tag says, PyYAML raises ValueError, KeyError, AttributeError and more.
         message = " ".join(str(error).split())
         why = f"is not readable as {name.suffix[1:]} ({printable(message[:500])})"
-        raise ConfigError([ConfigIssue(path, written, why, _FILE_ALLOWED)]) from error
+        raise ConfigError.of(path, written, why, _FILE_ALLOWED) from error
     return _block_of(content, printable(written), path)
 
 
@@ -107,7 +107,7 @@ def _block_of(content: Any, file: str, path: str) -> dict[str, Any]:
     if problems:
         raise ConfigError(problems, file)
     if not isinstance(block, dict):
-        raise ConfigError([ConfigIssue(path, block, f"is {where}", "a mapping of keys to values")])
+        raise ConfigError.of(path, block, f"is {where}", "a mapping of keys to values")
     return block
 
 

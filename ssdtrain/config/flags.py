@@ -219,7 +219,7 @@ def to_arguments(config: Config) -> list[str]:
         if value is None:
             continue
         if flag.boolean:
-            found.append(flag.name if value else flag.name.replace("--", "--no-", 1))
+            found.append(flag.names[0 if value else 1])
         else:
             found += [flag.name, *map(_text, value if flag.kind.many else [value])]
     return found

@@ -13,24 +13,25 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Le
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, GetCoreSchemaHandler
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, core_schema
 
 from ssdtrain.config import codecs, units
 from ssdtrain.config.amount import AMOUNT_ALLOWED, Amount, parse_amount
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.config.paths import DIRECTORY_ALLOWED, parse_directories, parse_directory
+from ssdtrain.config.paths import DIRECTORIES_ALLOWED, DIRECTORY_ALLOWED, parse_directories, parse_directory
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """Parsing and serialisation of one type of value."""
+    """Parsing and serialisation of one type of value. As an annotation of a field it is also the validator."""
 
     name: str
     """Shown as the type in the documentation and as a flag's metavar."""
     allowed: str
     """Completes the sentence "allowed: ..."."""
-    parse: Callable[[Any], Any]
+    parse: Callable[[Any], Any] = lambda value: value
     """Parser of a value of JSON, YAML, Python or a flag to the typed value. Raises `InvalidValue`."""
     plain: Callable[[Any], Any] = lambda value: value
     """Converter to a JSON value, without loss."""
@@ -42,71 +43,69 @@ class ValueKind:
     accepts_auto: bool = False
     """"auto" is a value of its own, and not that of a key left out."""
 
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_before_validator_function(self.parse, handler(source))
 
-POSITIVE_SIZE_ALLOWED = f"more than zero: {units.SIZE_ALLOWED}"
+
 DRIVE_BLOCK = 4096
 """Block size of drives, and minimum size of a spill file, bytes."""
-CAPACITY_ALLOWED = f"at least 4KiB: {units.SIZE_ALLOWED}"
-
-
-def _positive_size(value: Any) -> int:
-    try:
-        size = units.parse_size(value)
-    except InvalidValue as error:
-        raise InvalidValue(error.why, POSITIVE_SIZE_ALLOWED) from None
-    if size == 0:
-        raise InvalidValue("is zero", POSITIVE_SIZE_ALLOWED)
-    return size
-
-
 UNITLESS = 64 * units.KiB
 """Bytes below which a number without a unit is not taken for a size of memory: it was meant with one."""
 
 
-def _memory(value: Any) -> int:
-    return _with_unit(_positive_size(value), value, POSITIVE_SIZE_ALLOWED)
+def _size(least: int = 0, why: str = "", bound: str = "", *, unit: bool = False) -> ValueKind:
+    """Make the kind of sizes in bytes.
+
+    Args:
+        least: smallest size.
+        why: reason against less.
+        bound: what is allowed, before the description of sizes.
+        unit: a small number needs a unit.
+    """
+    allowed = f"{bound}: {units.SIZE_ALLOWED}" if bound else units.SIZE_ALLOWED
+
+    def parse(value: Any) -> int:
+        try:
+            size = units.parse_size(value)
+        except InvalidValue as error:
+            raise InvalidValue(error.why, allowed) from None
+        if size < least:
+            raise InvalidValue(why, allowed)
+        if unit and 0 < size < UNITLESS and not (isinstance(value, str) and value.strip()[-1].isalpha()):
+            guess = f'has no unit, and would be {size} bytes (did you mean "{size}GiB"?)'
+            raise InvalidValue(guess, allowed)
+        return size
+
+    return ValueKind("size", allowed, parse, units.exact_size)
 
 
-def _host_memory(value: Any) -> int:
-    return _with_unit(units.parse_size(value), value, units.SIZE_ALLOWED)
+def _number(name: str, allowed: str, why: str, fits: Callable[[float], bool]) -> ValueKind:
+    def parse(value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not fits(value):
+            raise InvalidValue(why, allowed)
+        return float(value)
+
+    return ValueKind(name, allowed, parse, text=float)
 
 
-def _with_unit(size: int, value: Any, allowed: str) -> int:
-    if 0 < size < UNITLESS and not (isinstance(value, str) and value.strip()[-1].isalpha()):
-        raise InvalidValue(f'has no unit, and would be {size} bytes (did you mean "{size}GiB"?)', allowed)
-    return size
+def _names(name: str, allowed: str, *, empty: bool) -> ValueKind:
+    def parse(value: Any) -> tuple[str, ...]:
+        names = [value] if isinstance(value, str) else value
+        if (
+            not isinstance(names, list | tuple)
+            or not (names or empty)
+            or not all(isinstance(each, str) and each for each in names)
+        ):
+            raise InvalidValue("is not a list of names", allowed)
+        return tuple(names)
 
-
-def _capacity(value: Any) -> int:
-    try:
-        size = units.parse_size(value)
-    except InvalidValue as error:
-        raise InvalidValue(error.why, CAPACITY_ALLOWED) from None
-    if size < DRIVE_BLOCK:
-        raise InvalidValue("is less than one block of a drive", CAPACITY_ALLOWED)
-    return size
+    return ValueKind(name, allowed, parse, list, many=True)
 
 
 def _switch(value: Any) -> Any:
     # YAML 1.1 reads a bare `on` or `off` as a boolean.
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
-
-SIZE = ValueKind("size", units.SIZE_ALLOWED, units.parse_size, units.exact_size)
-POSITIVE_SIZE = ValueKind("size", POSITIVE_SIZE_ALLOWED, _positive_size, units.exact_size)
-MEMORY = ValueKind("size", POSITIVE_SIZE_ALLOWED, _memory, units.exact_size)
-HOST_SIZE = ValueKind("size", units.SIZE_ALLOWED, _host_memory, units.exact_size)
-CAPACITY = ValueKind("size", CAPACITY_ALLOWED, _capacity, units.exact_size)
-DURATION = ValueKind("seconds", units.DURATION_ALLOWED, units.parse_duration)
-AMOUNT = ValueKind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
-DIRECTORY = ValueKind("directory", DIRECTORY_ALLOWED, parse_directory)
-DIRECTORIES = ValueKind(
-    "directories",
-    f"one directory or a list of them; each is {DIRECTORY_ALLOWED}",
-    parse_directories,
-    list,
-    many=True,
-)
 
 FILE_ALLOWED = "the path of a file; ~ is expanded"
 
@@ -116,57 +115,6 @@ def _file(value: Any) -> str:
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise InvalidValue("names no file", FILE_ALLOWED)
     return text
-
-
-FRACTION_ALLOWED = "a number above 0 and below 1, such as 0.1"
-NAMES_ALLOWED = 'a list of names or patterns, or "none"'
-
-
-def _fraction(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1:
-        raise InvalidValue("is not a fraction", FRACTION_ALLOWED)
-    return float(value)
-
-
-POSITIVE_ALLOWED = "a number above 0 and below a million, such as 1 or 0.3"
-
-
-def _positive(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
-        raise InvalidValue("is not such a number", POSITIVE_ALLOWED)
-    return float(value)
-
-
-SLOWDOWN_ALLOWED = "a number from 0 (no slowdown), such as 0.02 (2% longer) or 1.0 (twice the time)"
-
-
-def _slowdown(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e6:
-        raise InvalidValue("is not such a number", SLOWDOWN_ALLOWED)
-    return float(value)
-
-
-PATTERNS_ALLOWED = 'names or classes of modules, * for any text, such as ["*.mlp", "LayerNorm"]'
-
-
-def _patterns(value: Any) -> tuple[str, ...]:
-    if value in ([], ()):
-        return ()
-    try:
-        return _names(value)
-    except InvalidValue as error:
-        raise InvalidValue(error.why, PATTERNS_ALLOWED) from None
-
-
-def _names(value: Any) -> tuple[str, ...]:
-    names = [value] if isinstance(value, str) else value
-    if (
-        not isinstance(names, list | tuple)
-        or not names
-        or not all(isinstance(name, str) and name for name in names)
-    ):
-        raise InvalidValue("is not a list of names", NAMES_ALLOWED)
-    return tuple(names)
 
 
 MOST_STEPS = 100
@@ -215,11 +163,6 @@ def _plain_ratio(rules: tuple[tuple[str, float], ...]) -> Any:
     return rules[0][1] if len(rules) == 1 and rules[0][0] == "*" else dict(rules)
 
 
-def _json_text(text: str) -> Any:
-    """A number, or a JSON object of patterns."""
-    return json.loads(text)
-
-
 PLACES = ("keep", "offload", "host", "ssd")
 """Where a rule of `offload.modules` leaves saved tensors."""
 MODULE_RULES_ALLOWED = (
@@ -241,48 +184,76 @@ def _module_rules(value: Any) -> tuple[tuple[str, str], ...]:
     return tuple(value.items())
 
 
-FILE = ValueKind("file", FILE_ALLOWED, _file)
-CODEC = ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec, accepts_auto=True)
-RULE = ValueKind("codec", codecs.RULE_ALLOWED, codecs.parse_rule)
-FRACTION = ValueKind("fraction", FRACTION_ALLOWED, _fraction, text=float)
-POSITIVE = ValueKind("number above 0", POSITIVE_ALLOWED, _positive, text=float)
-SLOWDOWN = ValueKind("number", SLOWDOWN_ALLOWED, _slowdown, text=float)
-RATIO = ValueKind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=_json_text)
-MODULE_RULES = ValueKind("rules", MODULE_RULES_ALLOWED, _module_rules, dict, text=_json_text)
-NAMES = ValueKind("names", NAMES_ALLOWED, _names, list, many=True)
-STEP_NUMBERS = ValueKind("steps", STEPS_ALLOWED, _steps, list, many=True)
-PATTERNS = ValueKind("patterns", PATTERNS_ALLOWED, _patterns, list, many=True)
-
-Size = Annotated[int, BeforeValidator(units.parse_size), SIZE]
+Size = Annotated[int, _size()]
 """Bytes, 0 or more."""
-PositiveSize = Annotated[int, BeforeValidator(_positive_size), POSITIVE_SIZE]
+PositiveSize = Annotated[int, _size(1, "is zero", "more than zero")]
 """Bytes, 1 or more."""
-MemorySize = Annotated[int, BeforeValidator(_memory), MEMORY]
+MemorySize = Annotated[int, _size(1, "is zero", "more than zero", unit=True)]
 """Bytes of a device, 1 or more, written with a unit."""
-HostMemorySize = Annotated[int, BeforeValidator(_host_memory), HOST_SIZE]
+HostMemorySize = Annotated[int, _size(unit=True)]
 """Bytes of host memory, 0 or more, written with a unit."""
-Capacity = Annotated[int, BeforeValidator(_capacity), CAPACITY]
+Capacity = Annotated[int, _size(DRIVE_BLOCK, "is less than one block of a drive", "at least 4KiB")]
 """Bytes of a drive, a block or more."""
-Seconds = Annotated[float, BeforeValidator(units.parse_duration), DURATION]
-AmountField = Annotated[Amount, BeforeValidator(parse_amount), AMOUNT]
-Directory = Annotated[str, BeforeValidator(parse_directory), DIRECTORY]
-File = Annotated[str, BeforeValidator(_file), FILE]
-Directories = Annotated[tuple[str, ...], BeforeValidator(parse_directories), DIRECTORIES]
-CodecName = Annotated[str, BeforeValidator(CODEC.parse), CODEC]
+Seconds = Annotated[float, ValueKind("seconds", units.DURATION_ALLOWED, units.parse_duration)]
+AmountField = Annotated[
+    Amount, ValueKind("amount", AMOUNT_ALLOWED, parse_amount, Amount.plain, accepts_auto=True)
+]
+Directory = Annotated[str, ValueKind("directory", DIRECTORY_ALLOWED, parse_directory)]
+File = Annotated[str, ValueKind("file", FILE_ALLOWED, _file)]
+Directories = Annotated[
+    tuple[str, ...], ValueKind("directories", DIRECTORIES_ALLOWED, parse_directories, list, many=True)
+]
+CodecName = Annotated[
+    str, ValueKind("codec", codecs.OFFLOAD_ALLOWED, codecs.parse_offload_codec, accepts_auto=True)
+]
 """Codec of saved tensors, "auto" or "off"."""
-CommRule = Annotated[str, BeforeValidator(RULE.parse), RULE]
+CommRule = Annotated[str, ValueKind("codec", codecs.RULE_ALLOWED, codecs.parse_rule)]
 """Codecs of messages between ranks, which require payloads of known size."""
-Fraction = Annotated[float, BeforeValidator(_fraction), FRACTION]
-Slowdown = Annotated[float, BeforeValidator(_slowdown), SLOWDOWN]
-Positive = Annotated[float, BeforeValidator(_positive), POSITIVE]
-RatioRules = Annotated[tuple[tuple[str, float], ...], BeforeValidator(_ratio_rules), RATIO]
+Fraction = Annotated[
+    float,
+    _number(
+        "fraction", "a number above 0 and below 1, such as 0.1", "is not a fraction", lambda v: 0 < v < 1
+    ),
+]
+Slowdown = Annotated[
+    float,
+    _number(
+        "number",
+        "a number from 0 (no slowdown), such as 0.02 (2% longer) or 1.0 (twice the time)",
+        "is not such a number",
+        lambda v: 0 <= v < 1e6,
+    ),
+]
+Positive = Annotated[
+    float,
+    _number(
+        "number above 0",
+        "a number above 0 and below a million, such as 1 or 0.3",
+        "is not such a number",
+        lambda v: 0 < v < 1e6,
+    ),
+]
+RatioRules = Annotated[
+    tuple[tuple[str, float], ...],
+    ValueKind("ratio", RATIO_ALLOWED, _ratio_rules, _plain_ratio, text=json.loads),
+]
 """(pattern of layers, ratio), of which the first that fits counts."""
-ModuleRules = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_module_rules), MODULE_RULES]
+ModuleRules = Annotated[
+    tuple[tuple[str, str], ...],
+    ValueKind("rules", MODULE_RULES_ALLOWED, _module_rules, dict, text=json.loads),
+]
 """(pattern of modules, one of `PLACES`), of which the first that fits counts."""
-Names = Annotated[tuple[str, ...], BeforeValidator(_names), NAMES]
-StepNumbers = Annotated[tuple[int, ...], BeforeValidator(_steps), STEP_NUMBERS]
+Names = Annotated[tuple[str, ...], _names("names", 'a list of names or patterns, or "none"', empty=False)]
+StepNumbers = Annotated[tuple[int, ...], ValueKind("steps", STEPS_ALLOWED, _steps, list, many=True)]
 """Numbers of steps, in ascending order."""
-Patterns = Annotated[tuple[str, ...], BeforeValidator(_patterns), PATTERNS]
+Patterns = Annotated[
+    tuple[str, ...],
+    _names(
+        "patterns",
+        'names or classes of modules, * for any text, such as ["*.mlp", "LayerNorm"]',
+        empty=True,
+    ),
+]
 """Patterns of modules, by qualified name or class."""
 Switch = Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)]
 PlanMode = Annotated[Literal["auto", "off"], BeforeValidator(_switch)]
@@ -296,16 +267,12 @@ def kind_of(field: FieldInfo) -> ValueKind:
             return item
     if get_origin(annotation) is Literal:
         choices = get_args(annotation)
-        return ValueKind("choice", ", ".join(f'"{choice}"' for choice in choices), _identity, choices=choices)
+        return ValueKind("choice", ", ".join(f'"{choice}"' for choice in choices), choices=choices)
     if annotation is bool:
-        return ValueKind("boolean", "true or false", _identity)
+        return ValueKind("boolean", "true or false")
     if annotation is int:
-        return ValueKind("number", _range(metadata), _identity, text=int)
+        return ValueKind("number", _range(metadata), text=int)
     raise TypeError(f"the schema contains {annotation!r}, which has no kind")
-
-
-def _identity(value: Any) -> Any:
-    return value
 
 
 def _unwrap(annotation: Any, metadata: list[Any]) -> tuple[Any, list[Any]]:

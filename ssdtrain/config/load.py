@@ -50,7 +50,7 @@ def load_config(source: Source, *, path: str = KEY) -> Config:
     if isinstance(source, str | Path):
         return config_from_dict(read_block(source, path=path), path=path, source=str(source))
     allowed = "a dict, the path of a YAML or JSON file, a Config or None"
-    raise ConfigError([ConfigIssue(path, source, f"is a {type(source).__name__}", allowed)])
+    raise ConfigError.of(path, source, f"is a {type(source).__name__}", allowed)
 
 
 def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str | None = None) -> Config:

@@ -24,8 +24,6 @@ from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.storage import StorageSection
 from ssdtrain.config.units import KiB, exact_size
 
-__all__ = ["EnduranceConfig", "OffloadConfig"]
-
 
 class EnduranceConfig(Section):
     """How long the drives should live at the rate of this run, day and night. With `amount: "auto"` no more is written than they

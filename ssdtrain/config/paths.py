@@ -20,6 +20,7 @@ DIRECTORY_ALLOWED = (
     f"a directory; {', '.join(f'{{{name}}}' for name in PLACEHOLDERS)} and ~ are expanded on each rank, "
     "it need not exist yet, but must not be a file"
 )
+DIRECTORIES_ALLOWED = f"one directory or a list of them; each is {DIRECTORY_ALLOWED}"
 LONGEST_PATH, LONGEST_NAME = 4095, 255
 """Maximum bytes of a path and of a name in it, on Linux."""
 KERNEL_FILE_SYSTEMS = frozenset(
@@ -61,7 +62,7 @@ def parse_directory(value: Any) -> str:
     for _, name, spec, conversion in fields:
         if name is not None and (name not in PLACEHOLDERS or spec or conversion):
             raise InvalidValue(f'has the unknown placeholder "{{{name}}}"', DIRECTORY_ALLOWED)
-    if text[0] == "~" and _expanded(text, rank=0, local_rank=0)[0] == "~":
+    if text[0] == "~" and _expanded(text, 0, 0)[0] == "~":
         raise InvalidValue(
             "begins with a ~ that leads to no home directory on this machine", DIRECTORY_ALLOWED
         )
@@ -77,9 +78,7 @@ def parse_directories(value: Any) -> tuple[str, ...]:
     if isinstance(value, str | os.PathLike):
         value = (value,)
     if not isinstance(value, list | tuple):
-        raise InvalidValue(
-            f"is a {type(value).__name__}", f"one directory or a list of them; each is {DIRECTORY_ALLOWED}"
-        )
+        raise InvalidValue(f"is a {type(value).__name__}", DIRECTORIES_ALLOWED)
     texts = tuple(map(parse_directory, value))
     for twice in repeated([Path(os.path.abspath(os.path.expanduser(text))) for text in texts]):
         raise InvalidValue(f'holds "{twice}" twice', "each directory once; one slab is made in each")
@@ -95,29 +94,18 @@ def repeated(paths: list[Path]) -> Iterator[Path]:
         seen.add(path)
 
 
-def expand_path(
-    text: str, *, rank: int, local_rank: int, host: str | None = None, user: str | None = None
-) -> Path:
-    """The absolute path of `text` on one rank.
+def expand_path(text: str, *, rank: int, local_rank: int) -> Path:
+    """The absolute path of `text` on one rank of this machine.
 
     Args:
         rank: global rank, for {rank}.
         local_rank: rank within the node, for {local_rank}.
-        host: for {host}; None is this machine's name.
-        user: for {user}; None is the user of this process.
     """
-    return Path(os.path.abspath(_expanded(text, rank=rank, local_rank=local_rank, host=host, user=user)))
+    return Path(os.path.abspath(_expanded(text, rank, local_rank)))
 
 
-def _expanded(
-    text: str, *, rank: int, local_rank: int, host: str | None = None, user: str | None = None
-) -> str:
-    names = {
-        "rank": rank,
-        "local_rank": local_rank,
-        "host": socket.gethostname() if host is None else host,
-        "user": _user() if user is None else user,
-    }
+def _expanded(text: str, rank: int, local_rank: int) -> str:
+    names = {"rank": rank, "local_rank": local_rank, "host": socket.gethostname(), "user": _user()}
     return os.path.expanduser(text.format(**names))
 
 

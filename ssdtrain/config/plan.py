@@ -6,8 +6,6 @@ from typing import ClassVar, Literal
 from ssdtrain.config.kinds import File, MemorySize, Patterns, PlanMode, Slowdown, Switch
 from ssdtrain.config.section import Section, ValueConflict
 
-__all__ = ["PlanConfig"]
-
 
 class PlanConfig(Section):
     """Choice of keep, recompute, offload or encode for each block of the model, from a few profiled steps (docs/plan-auto.md).

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ssdtrain.config import paths
 from ssdtrain.config.comm import CommConfig
-from ssdtrain.config.errors import ConfigError, ConfigIssue
+from ssdtrain.config.errors import ConfigError
 from ssdtrain.config.kinds import (
     Directory,
     Patterns,
@@ -78,43 +78,27 @@ class ReportConfig(Section):
             why = "has no directory to write to: path is not set"
             yield "trace", list(self.trace), why, "leaving it out, or a path"
 
-    def expand(
-        self,
-        *,
-        rank: int,
-        local_rank: int,
-        host: str | None = None,
-        user: str | None = None,
-        path: str = "ssdtrain.report",
-    ) -> Path | None:
+    def expand(self, *, rank: int, local_rank: int) -> Path | None:
         """The absolute directory of one rank, or None if no file is written. It is not created.
 
         Arguments and errors as in `OffloadConfig.expand`.
         """
-        return self._expand("path", self.path, rank, local_rank, host, user, path)
+        return _expand("path", self.path, rank, local_rank)
 
     def expand_tensorboard(self, *, rank: int, local_rank: int) -> Path | None:
         """Expand, as `expand` does, the directory for the TensorBoard files of one rank."""
-        found = self._expand("tensorboard", self.tensorboard, rank, local_rank)
+        found = _expand("tensorboard", self.tensorboard, rank, local_rank)
         return None if found is None else found / f"rank-{rank}"
 
-    @staticmethod
-    def _expand(
-        key: str,
-        given: str | None,
-        rank: int,
-        local_rank: int,
-        host: str | None = None,
-        user: str | None = None,
-        path: str = "ssdtrain.report",
-    ) -> Path | None:
-        if given is None:
-            return None
-        found = paths.expand_path(given, rank=rank, local_rank=local_rank, host=host, user=user)
-        why = paths.problem_with_directory(found)
-        if why is not None:
-            raise ConfigError([ConfigIssue(f"{path}.{key}", str(found), why, paths.DIRECTORY_ALLOWED)])
-        return found
+
+def _expand(key: str, given: str | None, rank: int, local_rank: int) -> Path | None:
+    if given is None:
+        return None
+    found = paths.expand_path(given, rank=rank, local_rank=local_rank)
+    why = paths.problem_with_directory(found)
+    if why is not None:
+        raise ConfigError.of(f"ssdtrain.report.{key}", str(found), why, paths.DIRECTORY_ALLOWED)
+    return found
 
 
 class CompactConfig(Section):

@@ -9,8 +9,6 @@ from typing_extensions import Self
 from ssdtrain.config.errors import ConflictingValues
 from ssdtrain.config.kinds import kind_of
 
-__all__ = ["Section", "ValueConflict"]
-
 ValueConflict = tuple[str, Any, str, str]
 """A conflict: key within the section, value, reason, allowed values."""
 

@@ -10,8 +10,6 @@ from ssdtrain.config.section import ValueConflict
 from ssdtrain.config.storage import StorageSection
 from ssdtrain.config.units import KiB
 
-__all__ = ["StateConfig"]
-
 
 class StateConfig(StorageSection):
     """Parameters, gradients and optimizer state of a model of plain PyTorch in chunks, on SSD or in host memory while they are

@@ -11,8 +11,6 @@ from ssdtrain.config.kinds import Capacity, Directories, HostMemorySize, Switch
 from ssdtrain.config.section import Section, ValueConflict
 from ssdtrain.config.units import exact_size
 
-__all__ = ["StorageSection"]
-
 
 class StorageSection(Section):
     """Base of the sections with tiers of their own."""
@@ -66,30 +64,16 @@ class StorageSection(Section):
                 why = "concerns drives, but directories is empty"
                 yield key, "on", why, "leaving it out, or at least one directory"
 
-    def expand(
-        self,
-        *,
-        rank: int,
-        local_rank: int,
-        host: str | None = None,
-        user: str | None = None,
-        path: str | None = None,
-    ) -> tuple[Path, ...]:
+    def expand(self, *, rank: int, local_rank: int) -> tuple[Path, ...]:
         """Return the absolute directories of one rank, checked against what lies there. None of them is created.
 
         Args:
             rank: global rank.
             local_rank: rank within the node.
-            host: host name; None: this machine's.
-            user: user name; None: that of this process.
-            path: full key of this section, for errors; None: "ssdtrain." and its name.
 
         Raises:
             ConfigError: a file is in the way of a directory, or two are the same.
         """
-        found = tuple(
-            paths.expand_path(text, rank=rank, local_rank=local_rank, host=host, user=user)
-            for text in self.directories
-        )
-        paths.check_directories(found, f"{path or f'ssdtrain.{self.key}'}.directories")
+        found = tuple(paths.expand_path(text, rank=rank, local_rank=local_rank) for text in self.directories)
+        paths.check_directories(found, f"ssdtrain.{self.key}.directories")
         return found

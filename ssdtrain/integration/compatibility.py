@@ -10,16 +10,6 @@ from typing import Any, Literal
 
 from ssdtrain.config import Config, ConfigError, ConfigIssue
 
-__all__ = [
-    "FrameworkConflict",
-    "check_conflicts",
-    "check_nothing_missing",
-    "conflict_table",
-    "conflicts",
-    "missing_names",
-    "warn_if_untested",
-]
-
 logger = logging.getLogger("ssdtrain")
 
 _ABSENT = object()
@@ -69,10 +59,6 @@ def warn_if_untested(
         )
 
 
-def _is_on(value: Any, config: Config, written: Mapping[str, Any]) -> bool:
-    return bool(value)
-
-
 @dataclass(frozen=True)
 class FrameworkConflict:
     """A key of the framework's config beside a section of ours.
@@ -91,7 +77,7 @@ class FrameworkConflict:
     kind: Literal["error", "warning"]
     why: str
     remedy: str
-    applies: Callable[[Any, Config, Mapping[str, Any]], bool] = _is_on
+    applies: Callable[[Any, Config, Mapping[str, Any]], bool] = lambda value, *_: bool(value)
 
 
 def conflicts(

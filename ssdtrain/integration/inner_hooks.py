@@ -29,8 +29,6 @@ from ssdtrain.messages import report
 from ssdtrain.offload.functorch import PackHook
 from ssdtrain.offload.hooks import current_recorder
 
-__all__ = ["InnerHooks"]
-
 logger = logging.getLogger("ssdtrain")
 
 _watcher: ContextVar[InnerHooks | None] = ContextVar("ssdtrain_inner_hooks", default=None)

@@ -27,13 +27,6 @@ from ssdtrain.integration import patching
 from ssdtrain.integration.patching import Function, Wrap
 from ssdtrain.integration.traffic import Traffic
 
-__all__ = [
-    "Classify",
-    "Coalesced",
-    "Interception",
-    "by_caller",
-]
-
 Work = CompressedWork | ChainedWork
 
 Classify = Callable[[Tensor, Any], Traffic | None]

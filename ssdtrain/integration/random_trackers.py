@@ -16,8 +16,6 @@ import torch
 
 from ssdtrain.offload.checkpoint import checkpoint
 
-__all__ = ["register_trackers"]
-
 _FUNCTION = "get_cuda_rng_tracker"
 
 _MADE = "_CUDA_RNG_STATE_TRACKER_INITIALIZED"

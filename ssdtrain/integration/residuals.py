@@ -19,8 +19,6 @@ from ssdtrain.comm import Communicator
 from ssdtrain.device.runtime import made_current
 from ssdtrain.output_files import replace_file
 
-__all__ = ["load", "save"]
-
 logger = logging.getLogger("ssdtrain")
 
 

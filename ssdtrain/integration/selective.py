@@ -20,8 +20,6 @@ from ssdtrain.integration.patching import Patches, Wrap
 from ssdtrain.offload.functorch import tracing
 from ssdtrain.offload.hooks import HeldTensor, current_recorder, hold
 
-__all__ = ["hold_offloaded_outputs"]
-
 _MODE = "_CachingTorchDispatchMode"
 _WRAPPER = "_VersionWrapper"
 _ANSWERS = [

@@ -18,8 +18,6 @@ from torch import Tensor
 from ssdtrain.comm import Bucket, Communicator
 from ssdtrain.integration.patching import Wrap, run_inside
 
-__all__ = ["Traffic", "current_traffic", "in_scope", "traffic_scope"]
-
 BucketOf = Callable[[int, Any, bool], Bucket]
 """(elements, process group, whether they are laid out by rank) of a collective's whole tensor -> what is in it."""
 

@@ -11,8 +11,6 @@ from ssdtrain.metrics import shown
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.totals import Interval
 
-__all__ = ["adds_metrics", "metrics_since"]
-
 _PREFIX = "ssdtrain"
 _VALUES = ("loss", "grad_norm")
 """Values of the trainer's log that are in the journal too, by which two runs are compared."""

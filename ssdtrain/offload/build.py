@@ -23,8 +23,6 @@ from ssdtrain.offload.transfer.gpudirect import attach_gpudirect, gpudirect_refu
 from ssdtrain.storage import Faults, SpillStore, check_host_budget
 from ssdtrain.storage.memory import HUGE_PAGE
 
-__all__ = ["build_engine"]
-
 
 def build_engine(
     offload: OffloadConfig,
@@ -55,9 +53,8 @@ def build_engine(
     in_flight, prefetch = offload.in_flight, offload.prefetch
     buffer_limit = None
     register = layer.host_register()
-    unstaged = (
-        register is not None and not offload.directories
-    )  # a pinned host tier is its own staging memory
+    # A pinned host tier is its own staging memory.
+    unstaged = register is not None and not offload.directories
     in_place = layer.kind == "cpu" and not staged
     if not in_place:
         # Transfers pass through the pinned arena, which is made at start: half of it for each direction.

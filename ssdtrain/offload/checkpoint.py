@@ -13,7 +13,7 @@ from __future__ import annotations
 import pickle
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import Context, copy_context
 from dataclasses import dataclass
@@ -27,8 +27,6 @@ from torch.utils.checkpoint import noop_context_fn
 
 from ssdtrain.config import CheckpointConfig
 from ssdtrain.profile.containers import copy_containers
-
-__all__ = ["Checkpoint", "checkpoint", "detach_leaves"]
 
 
 def detach_leaves(outputs: Any) -> Any:
@@ -221,7 +219,6 @@ class _Replay:
         self._given = given
         self._saved = saved
         self._reentrant = given is None
-        self._first: list[Any] | None = None
         self._ambient: AmbientState | None = None
 
     def __call__(self, *args: Any) -> Any:
@@ -231,22 +228,13 @@ class _Replay:
         elif not self._reentrant:
             restored = lambda one, flat=args: flat[one.index] if type(one) is _Place else one  # noqa: E731
             args, kwargs = copy_containers(self._saved, restored)
-        if self._first is None or self._ambient is None:
-            self._first = [state.read() for state in self._states]
-            self._ambient = AmbientState(generators=self._preserve)
+        if self._ambient is None:
+            self._ambient = AmbientState(self._states, generators=self._preserve)
             outputs = self._function(*args, **kwargs)
             self._ambient.ran()
             return detach_leaves(outputs) if self._reentrant else outputs
-        current = [state.read() for state in self._states]
-        try:
-            for state, value in zip(self._states, self._first, strict=True):
-                state.write(value)
-            with self._ambient.restored():
-                return self._function(*args, **kwargs)
-        finally:
-            # torch ends a recomputation early by an exception.
-            for state, value in zip(self._states, current, strict=True):
-                state.write(value)
+        with self._ambient.restored():  # torch ends a recomputation early by an exception
+            return self._function(*args, **kwargs)
 
 
 class StateAccess(NamedTuple):
@@ -325,10 +313,12 @@ class AmbientState:
     """What is read before the first run of a function.
 
     Args:
-        generators: restore these too.
+        states: restored whether the function changes them or not.
+        generators: restore Python's and NumPy's too.
     """
 
-    def __init__(self, *, generators: bool) -> None:
+    def __init__(self, states: Sequence[StateAccess] = (), *, generators: bool) -> None:
+        self._given = [(state, state.read()) for state in states]
         self._first = [(state, state.read()) for state in (_GENERATORS if generators else ())]
         self._kernels = [(state, state.read()) for state in _KERNELS]
         self._context = copy_context()
@@ -341,7 +331,7 @@ class AmbientState:
     def restored(self) -> Iterator[None]:
         """Inside they are as they were."""
         changed = [(state, value) for state, value in self._kernels if state.read() != value]
-        then = [*self._first, *changed]
+        then = [*self._given, *self._first, *changed]
         now = [(state, state.read()) for state, _ in then]
         variables = _set(self._context)
         try:

@@ -23,8 +23,6 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.storage import Endurance, EnduranceMetrics, Faults, Rating, defer_signals
 from ssdtrain.text import LEAST_WAIT, duration_text, rate_text, size_text
 
-__all__ = ["ActivationOffload"]
-
 MOST_TAPES = 1024
 """Names of tapes, after which those are forgotten that nothing needs any more."""
 

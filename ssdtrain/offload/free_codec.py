@@ -37,8 +37,6 @@ from ssdtrain.profile.passes import RegionTimes, StepRecord
 if TYPE_CHECKING:
     from ssdtrain.offload.engine import OffloadEngine
 
-__all__ = ["CodecTrial", "codec_seconds", "free_codec", "is_free", "priced"]
-
 logger = logging.getLogger("ssdtrain")
 
 SPEC = "exact"

@@ -25,21 +25,6 @@ import torch
 
 from ssdtrain.storage import make_signal_safe_lock
 
-__all__ = [
-    "PackHook",
-    "StepAside",
-    "compiler",
-    "disabled_because",
-    "dynamo_leaves_alone",
-    "modes",
-    "replaced_hooks",
-    "top_hooks",
-    "tracing",
-    "warn_once",
-    "without_compiler",
-    "without_modes",
-]
-
 logger = logging.getLogger("ssdtrain")
 
 modes = torch._C._len_torch_dispatch_stack

@@ -21,8 +21,6 @@ from ssdtrain.offload.functorch import (
 from ssdtrain.offload.tensors.region import Handle, Kept
 from ssdtrain.offload.tensors.tape import Tape
 
-__all__ = ["HeldTensor", "SavedTensorRecorder", "current_recorder", "hold"]
-
 
 class _Recorders(threading.local):
     """The recorder of this thread's innermost forward."""

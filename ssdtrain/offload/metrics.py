@@ -14,8 +14,6 @@ from ssdtrain.storage import Operation
 if TYPE_CHECKING:
     from ssdtrain.offload.tensors.region import Region
 
-__all__ = ["OffloadMetrics"]
-
 
 @dataclass
 class OffloadMetrics(MetricSet):

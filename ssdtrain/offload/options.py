@@ -10,8 +10,6 @@ from typing import Any
 from ssdtrain.config import OffloadConfig
 from ssdtrain.offload.transfer.coding import CodecRule
 
-__all__ = ["EngineOptions"]
-
 
 @dataclass(frozen=True)
 class EngineOptions:

@@ -7,8 +7,6 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-__all__ = ["find_blocks", "names_a_module"]
-
 
 def names_a_module(model: nn.Module, patterns: Sequence[str]) -> bool:
     """True if one of these patterns of `find_blocks` names a module of `model`."""

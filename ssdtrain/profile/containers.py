@@ -10,8 +10,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-__all__ = ["copy_containers", "leaves"]
-
 
 def _is_tuple(kind: type) -> bool:
     return kind is tuple or (kind.__bases__ == (tuple,) and hasattr(kind, "_fields"))

@@ -14,9 +14,6 @@ from torch import nn
 
 from ssdtrain.profile.time_spans import Spans
 
-__all__ = ["ModuleHook", "ModuleNames", "Running", "is_compiled", "matches", "plain_name"]
-
-
 _WRAPPER = "module."
 """Prefix that data-parallel and mixed-precision wrappers add to qualified names."""
 

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
-__all__ = ["HostTime", "PassRecorder", "PassTimes", "RegionTimes", "StepRecord", "TapeTimes"]
-
 
 class _RecordedTimestamp(Protocol):
     def seconds(self) -> float | None: ...

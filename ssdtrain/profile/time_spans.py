@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Span", "Spans"]
-
 MOST = 500_000
 """Spans of one step; later ones are dropped, and counted. A loop that never announces its steps must not fill memory."""
 

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.config import Config, ConfigError, ConfigIssue, load_config
+from ssdtrain.config import Config, ConfigError, load_config
 from ssdtrain.features import Feature, Placement
 from ssdtrain.integration.inner_hooks import InnerHooks
 from ssdtrain.integration.random_trackers import register_trackers
-from ssdtrain.offload.checkpoint import checkpoint
 from ssdtrain.offload.policy import OffloadPolicy
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
@@ -26,8 +25,6 @@ from ssdtrain.pytorch.placed_state import place_state
 from ssdtrain.runtime import Runtime
 
 logger = logging.getLogger("ssdtrain")
-
-__all__ = ["Offload", "attach", "checkpoint", "offload"]
 
 
 class Offload:
@@ -189,7 +186,7 @@ def _plan_blocks(model: nn.Module, config: Config) -> PlanBlocks | None:
             "the section state, or for FSDP2 the options of ssdtrain.pytorch.planned_state.fully_shard_options(FILE), "
             "without this key"
         )
-        raise ConfigError([ConfigIssue("ssdtrain.plan.file", config.plan.file, why, allowed)])
+        raise ConfigError.of("ssdtrain.plan.file", config.plan.file, why, allowed)
     blocks = recomputable_blocks(model, config.plan) or {}
     why = register_trackers() if blocks and config.plan.recompute != "off" else ""
     return PlanBlocks(why=why, compress=True) if why else PlanBlocks(blocks, compress=True)

@@ -34,12 +34,9 @@ import torch
 from torch import nn
 
 from ssdtrain.integration.claims import claim
-from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.pytorch.models import BypassedModel, check_lowrank, check_unwrapped, compress_gradients
 from ssdtrain.pytorch.sharded import watch_sharded
 from ssdtrain.runtime import Runtime
-
-__all__ = ["AttachedModules", "attach_model"]
 
 _FREED_FUNCTION = "CheckpointWithoutOutputFunctionBackward"
 """The node of the autograd function that recomputes into outputs which it has freed after they were saved."""
@@ -85,16 +82,11 @@ def attach_model(runtime: Runtime, model: nn.Module) -> None:
         runtime.engine.eligible.add_parameter_predicate(runtime.state.holds)
     if runtime.engine is not None:
         runtime.engine.eligible.add_freed_function(_FREED_FUNCTION)
-        _keep_gathered(runtime, runtime.engine, model)
+        gathered = watch_sharded(model)  # what FSDP gathers never moves
+        if gathered is not None:
+            runtime.call_at_close(gathered.remove)
+            runtime.engine.eligible.add_parameter_predicate(gathered.__contains__)
     runtime.call_at_close(AttachedModules(model, runtime.call).detach)
-
-
-def _keep_gathered(runtime: Runtime, engine: OffloadEngine, model: nn.Module) -> None:
-    """What FSDP gathers never moves."""
-    gathered = watch_sharded(model)
-    if gathered is not None:
-        runtime.call_at_close(gathered.remove)
-        engine.eligible.add_parameter_predicate(gathered.__contains__)
 
 
 class _Recording(threading.local):

@@ -67,14 +67,18 @@ def _has_replicas(unit: Sequence[FSDPModule]) -> bool:
     return any(getattr(info, "replicate_mesh_dim", None) is not None for info in infos)
 
 
-class _UnitAllGather:
-    """Weights of the modules of one unit, in the dimension "zero_gather"."""
+class _UnitCollective:
+    """What FSDP2 calls in place of a collective of the modules of one unit."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+class _UnitAllGather(_UnitCollective):
+    """Weights of the modules of one unit, in the dimension "zero_gather"."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -85,7 +89,7 @@ class _UnitAllGather:
         return work  # FSDP2 waits for it where it needs the weights, also if it did not ask for a handle
 
 
-class _UnitReduceScatter:
+class _UnitReduceScatter(_UnitCollective):
     """Gradients of the modules of one unit, in the dimension "dp".
 
     FSDP2 lays them out by rank: of each parameter the part that the rank keeps, padded to the same size on all ranks.
@@ -99,13 +103,10 @@ class _UnitReduceScatter:
         exact: set[nn.Parameter],
         before: Callable[[], object],
     ) -> None:
+        super().__init__(comm)
         self._name = name
-        self._comm = comm
         self._before = before
         self._parameters = [(p, p in exact) for p in _managed(unit)]
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer
 
 from ssdtrain.comm.feature import CompressedCollectives
-from ssdtrain.config import ConfigError, ConfigIssue
+from ssdtrain.config import ConfigError
 from ssdtrain.features import FIRST_STEPS, Feature, Forward
 from ssdtrain.pytorch import ddp
 from ssdtrain.pytorch.sharded import fsdp_classes
@@ -64,7 +64,7 @@ def check_lowrank(model: nn.Module) -> None:
         if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = f"meets {type(module).__name__}, which has seen the whole weights"
             allowed = 'attaching before DistributedDataParallel wraps the model, or mode "reconstruct" where it is sharded'
-            raise ConfigError([ConfigIssue("ssdtrain.compact.mode", "lowrank", why, allowed)])
+            raise ConfigError.of("ssdtrain.compact.mode", "lowrank", why, allowed)
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -73,7 +73,7 @@ def check_unwrapped(model: nn.Module) -> None:
         if isinstance(module, (DistributedDataParallel, *fsdp_classes())):
             why = "is in the model: it reduces or shards the same parameters"
             allowed = "one process without a wrapper, or fully_shard with CPUOffloadPolicy in place of the section state"
-            raise ConfigError([ConfigIssue("ssdtrain.state", type(module).__name__, why, allowed)])
+            raise ConfigError.of("ssdtrain.state", type(module).__name__, why, allowed)
 
 
 class BypassedModel(Feature):

@@ -13,8 +13,6 @@ from ssdtrain.state.sizes import state_bytes
 from ssdtrain.storage.budget import check_host_budget
 from ssdtrain.storage.pieces import image_bytes
 
-__all__ = ["place_state"]
-
 _KEY = "ssdtrain.plan.state_limit"
 
 FROM_OFFLOAD = ("directories", "threads", "engine", "direct", "verify")
@@ -37,7 +35,7 @@ def place_state(
     for key, given in (("state", config.state is not None), ("plan.device_limit", plan.device_limit)):
         if given:
             why = f"is beside {key}, and in plain PyTorch one limit is for model state and activations"
-            raise ConfigError([ConfigIssue(_KEY, exact_size(plan.state_limit), why, "one of the two")])
+            raise ConfigError.of(_KEY, exact_size(plan.state_limit), why, "one of the two")
     keys = {} if offload is None else {key: getattr(offload, key) for key in FROM_OFFLOAD}
     section = StateConfig.model_validate({"host": "1GiB"}).model_copy(
         update={**keys, "device_limit": plan.state_limit, "blocks": plan.blocks, "host": 0}

@@ -11,8 +11,6 @@ from torch import nn
 
 from ssdtrain.offload.tensors.eligible import Gathered, GatheredStorages
 
-__all__ = ["fsdp_classes", "watch_sharded"]
-
 
 def fsdp_classes() -> tuple[type, ...]:
     """The modules of FSDP2 and of FSDP1. Empty where the program has not imported them, which takes a second: no model can

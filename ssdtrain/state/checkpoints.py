@@ -12,8 +12,6 @@ from torch.utils.hooks import RemovableHandle
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.residency import Residency
 
-__all__ = ["StateDicts"]
-
 
 class StateDicts:
     """Hooks on the model, its blocks, and the modules in them that have parameters of chunks: `state_dict` gives copies in host

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,29 +13,8 @@ from ssdtrain.state.stored import GradientInTier, StoredTensor
 from ssdtrain.state.transfers import StateTransfers
 from ssdtrain.storage import Slot, signals_deferred
 
-__all__ = ["Chunk", "Part", "PendingStep", "StoredGradient", "Where"]
-
-
-class PendingStep(Protocol):
-    """The optimizer's step of a chunk, which a thread of the host makes later or is making."""
-
-    @property
-    def done(self) -> bool:
-        """Whether `finish` does not wait for the thread."""
-
-    def begin(self, *, required: bool) -> bool:
-        """Bring what it needs into memory, or on its way, and give it to the thread. Returns whether it has it.
-
-        Args:
-            required: wait for room, and exceed the limit rather than not begin.
-        """
-
-    def finish(self) -> None:
-        """Begin it if it has not begun, wait for its end, and let go what it has used.
-
-        Raises:
-            Exception: what the thread has raised.
-        """
+if TYPE_CHECKING:
+    from ssdtrain.state.chunk_step import ChunkStep
 
 
 class Where(Enum):
@@ -206,7 +185,7 @@ class Chunk:
         self.ahead = False
         self.held = False
         self.backwards = 0
-        self.pending: PendingStep | None = None
+        self.pending: ChunkStep | None = None
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
 
     @property

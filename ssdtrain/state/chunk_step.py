@@ -28,8 +28,6 @@ from ssdtrain.storage import IOFailure, signals_deferred
 if TYPE_CHECKING:
     from ssdtrain.state.host_steps import HostOptimizer
 
-__all__ = ["ChunkStep", "Groups"]
-
 _AT_A_TIME = 2
 """Chunks of a GPU whose parameters and gradients are in host memory beside their slots: one that is stepped, one that follows."""
 
@@ -48,7 +46,7 @@ class _Stepped(NamedTuple):
 
 
 class ChunkStep:
-    """The step of one chunk, with the options of the moment when it fell due: a `PendingStep`.
+    """The step of one chunk, with the options of the moment when it fell due.
 
     Args:
         groups: of the optimizer, each with those of its parameters that are of the chunk and have a gradient.
@@ -75,6 +73,11 @@ class ChunkStep:
         return self._future is not None and self._future.done()
 
     def begin(self, *, required: bool) -> bool:
+        """Bring what it needs into memory, or on its way, and give it to the thread. Returns whether it has it.
+
+        Args:
+            required: wait for room, and exceed the limit rather than not begin.
+        """
         if self._future is not None:
             return True
         owner, chunk, residency = self._owner, self._chunk, self._owner.residency
@@ -122,6 +125,11 @@ class ChunkStep:
         return True
 
     def finish(self) -> None:
+        """Begin it if it has not begun, wait for its end, and let go what it has used.
+
+        Raises:
+            Exception: what the thread has raised.
+        """
         owner, chunk, residency = self._owner, self._chunk, self._owner.residency
         self.begin(required=True)
         assert self._future is not None

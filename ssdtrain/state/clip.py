@@ -12,8 +12,6 @@ from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.hooks import BlockHooks
 from ssdtrain.state.residency import Residency
 
-__all__ = ["clip_grad_norm", "norms_of"]
-
 
 def clip_grad_norm(
     parameters: Sequence[nn.Parameter],

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
+from ssdtrain.config import ConfigError, StateConfig, exact_size
 from ssdtrain.device import device_for, warn_of_untested_torch
 from ssdtrain.features import Feature, Forward, Placement
 from ssdtrain.metrics import MetricSet
@@ -28,14 +28,12 @@ from ssdtrain.state.optimizer import ChunkedOptimizer
 from ssdtrain.state.plan import CHUNK_BUFFERS, StateChoice, StateChunk, StatePlan, plan_state
 from ssdtrain.state.residency import Residency, StateTimes
 from ssdtrain.state.stored import StoredTensor
-from ssdtrain.state.transfers import InPlace, Staged, StateTransfers
+from ssdtrain.state.transfers import Staged, StateTransfers
 from ssdtrain.state.vertical import run_vertically
 from ssdtrain.storage import Arena, Faults, SpillStore, check_host_budget, defer_signals
 from ssdtrain.storage.metrics import TierMetrics
 from ssdtrain.storage.pieces import image_bytes
 from ssdtrain.text import size_text
-
-__all__ = ["ModelState"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -119,7 +117,7 @@ class ModelState(Feature):
         """
         if self._model is not None:
             why, allowed = "is a second model of one runtime", "a runtime for each"
-            raise ConfigError([ConfigIssue("ssdtrain.state", type(model).__name__, why, allowed)])
+            raise ConfigError.of("ssdtrain.state", type(model).__name__, why, allowed)
         defer_signals()
         optimizer = check(model, self.optimizer, self._config)
         device = self._place.device
@@ -228,12 +226,12 @@ class ModelState(Feature):
             key = "capacity" if self._config.directories else "host"
             why = f"gives {exact_size(capacity)} in all tiers, and the chunks that leave the device take {exact_size(needed)}"
             allowed = "more capacity, another directory, or a higher device_limit"
-            raise ConfigError([ConfigIssue(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)])
+            raise ConfigError.of(f"ssdtrain.state.{key}", exact_size(capacity), why, allowed)
 
-    def _transfers(self, store: SpillStore, largest: int) -> InPlace | Staged:
+    def _transfers(self, store: SpillStore, largest: int) -> StateTransfers:
         verify = self._config.verify == "all"
         if self._in_place:
-            return InPlace(store, verify=verify)
+            return StateTransfers(store, verify=verify)
         nbytes = max(2 * largest, 1)
         check_host_budget(
             nbytes, self._place.local_world_size, subject="the two largest chunks of ssdtrain.state"

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator
 
 import torch
 from torch import nn
 
-from ssdtrain.config import ConfigError, ConfigIssue, StateConfig, exact_size
+from ssdtrain.config import ConfigError, StateConfig, exact_size
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.state.chunk import Chunk
 from ssdtrain.state.sizes import state_bytes
 from ssdtrain.state.stored import MOVABLE, is_movable
-
-__all__ = ["check", "find_chunks"]
 
 
 def check(
@@ -53,7 +51,7 @@ def check(
             "attaching the model without torch.compile",
         )
     if problem is not None or optimizer is None:
-        raise ConfigError([ConfigIssue("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))])
+        raise ConfigError.of("ssdtrain.state", type(optimizer).__name__, *(problem or ("", "")))
     return optimizer
 
 
@@ -76,9 +74,7 @@ def find_chunks(
         blocks = find_blocks(model, config.blocks)
     except ValueError as error:
         why, allowed = f"names no blocks: {error}", "names of modules that run one after the other"
-        raise ConfigError(
-            [ConfigIssue("ssdtrain.state.blocks", list(config.blocks), why, allowed)]
-        ) from error
+        raise ConfigError.of("ssdtrain.state.blocks", list(config.blocks), why, allowed) from error
     needed = state_bytes(optimizer, on_a_thread=config.optimizer == "cpu")
     total = sum(
         parameter.nbytes + _gradient_bytes(parameter) + needed.get(parameter, 0)
@@ -88,7 +84,10 @@ def find_chunks(
     staying: Counter[str] = Counter()
     chunks: list[Chunk] = []
     prefixes: dict[Chunk, str] = {}
-    for name, block in _once(blocks):
+    names: dict[nn.Module, str] = {}  # a block that stands in several places is listed once
+    for name, block in blocks.items():
+        names.setdefault(block, name)
+    for block, name in names.items():
         movable: dict[str, nn.Parameter] = {}
         for local, parameter in block.named_parameters():
             reason = _why_it_stays(parameter, alone, needed, device, config.min_bytes)
@@ -104,7 +103,7 @@ def find_chunks(
         counts = "; ".join(f"{count} {reason}" for reason, count in staying.most_common())
         found_none = f"finds no parameter that could leave memory in {len(blocks)} blocks: {counts or 'they have none'}"
         remedy = "blocks with such parameters, or no section state"
-        raise ConfigError([ConfigIssue("ssdtrain.state", list(blocks)[:4], found_none, remedy)])
+        raise ConfigError.of("ssdtrain.state", list(blocks)[:4], found_none, remedy)
     return chunks, prefixes, total - sum(chunk.nbytes for chunk in chunks)
 
 
@@ -139,15 +138,6 @@ def _why_it_stays(
     if parameter.dtype not in MOVABLE:
         return f"of {parameter.dtype}"
     return "in memory that torch cannot free and allocate (load_state_dict with assign=True, or part of a larger tensor)"
-
-
-def _once(blocks: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """List a block that stands in several places once."""
-    seen: set[nn.Module] = set()
-    for name, block in blocks.items():
-        if block not in seen:
-            seen.add(block)
-            yield name, block
 
 
 def _not_shared(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -17,7 +17,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -29,26 +29,14 @@ from ssdtrain.state.residency import Residency
 from ssdtrain.state.stored import GradientInTier, users
 from ssdtrain.state.transfers import StateTransfers
 
-__all__ = ["BlockHooks", "Order"]
+if TYPE_CHECKING:
+    from ssdtrain.state.host_steps import HostOptimizer
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN = torch.Tensor | int | float | str | None  # outputs that hide no tensor
 _ELEMENTS = 1000  # of one attribute that are looked at
 
 FORWARD, _RECOMPUTE, BACKWARD, STEP = "forward", "recompute", "backward", "step"
-
-
-class BackwardSteps(Protocol):
-    """What steps chunks inside of backward, and others as events go by."""
-
-    def before_backward(self, chunk: Chunk) -> bool:
-        """Check that a backward through `chunk` may begin. Returns whether its step follows."""
-
-    def after_backward(self, chunk: Chunk) -> bool:
-        """Step `chunk`, whose gradients are complete, if it is time. Returns whether the step has them."""
-
-    def advance(self) -> None:
-        """Do what needs no waiting."""
 
 
 class Order:
@@ -93,6 +81,7 @@ class BlockHooks:
 
     Attributes:
         beside: makes a context for what runs in a hook, and is none of the model's computation.
+        steps: what steps chunks inside of backward, and others as events go by.
     """
 
     def __init__(self, residency: Residency, transfers: StateTransfers) -> None:
@@ -102,7 +91,7 @@ class BlockHooks:
         self._tasks: set[int] = set()  # of autograd, whose end is awaited
         self._handles: list[RemovableHandle] = []
         self.keeper: object = None  # lives as long as the hooks
-        self._steps: BackwardSteps | None = None
+        self.steps: HostOptimizer | None = None
         self.beside: Callable[[], AbstractContextManager[None]] = nullcontext
         for chunk in residency.chunks:
             self._watch(chunk)
@@ -118,10 +107,6 @@ class BlockHooks:
         for parameter in chunk.parameters:
             hook = self._accumulated(chunk)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-
-    def step_inside(self, steps: BackwardSteps) -> None:
-        """Let `steps` have the events of backward."""
-        self._steps = steps
 
     def remove(self) -> None:
         for handle in self._handles:
@@ -149,7 +134,7 @@ class BlockHooks:
             if not recompute:
                 self.end_abandoned()
             with self._hook():
-                self._expect(_RECOMPUTE if recompute else FORWARD, chunk)
+                self.expect(_RECOMPUTE if recompute else FORWARD, chunk)
                 self._residency.load(chunk, chunk.values)
                 if not chunk.forwards:
                     chunk.first_node = torch._C._autograd._get_sequence_nr()
@@ -226,10 +211,10 @@ class BlockHooks:
                 f"backward with create_graph=True meets {chunk.name}, whose gradients would be part of a graph and could not "
                 "leave memory (config section state): leave create_graph out, or train without the section"
             )
-        self._expect(BACKWARD, chunk)
+        self.expect(BACKWARD, chunk)
         if chunk.pending is not None:
             chunk.pending.finish()
-        state = (chunk.state,) if self._steps is not None and self._steps.before_backward(chunk) else ()
+        state = (chunk.state,) if self.steps is not None and self.steps.before_backward(chunk) else ()
         for part in (chunk.values, chunk.gradients, *state):
             self._residency.begin(part, chunk)
         self._residency.load(chunk, chunk.values, chunk.gradients)
@@ -263,9 +248,9 @@ class BlockHooks:
         chunk.graph_task = None
         chunk.missing.clear()
         self.adopt_gradients(chunk, accumulated)
-        if self._steps is not None and whole:
+        if self.steps is not None and whole:
             chunk.backwards += 1
-            if self._steps.after_backward(chunk):
+            if self.steps.after_backward(chunk):
                 return
         if not chunk.held:
             self._residency.release(chunk.gradients)
@@ -299,16 +284,16 @@ class BlockHooks:
                 continue  # the last: a step has used it up
             part_of_one = gradient.untyped_storage().nbytes() != gradient.nbytes or gradient.storage_offset()
             if part_of_one or users(gradient) > 1 + (parameter is accumulated):
-                parameter.grad = (
-                    gradient.clone()
-                )  # others go on to use the storage: autograd gives away views
+                # Others go on to use the storage: autograd gives away views.
+                parameter.grad = gradient.clone()
             slot = chunk.gradient_slots[parameter]
             stored = StoredGradient(f"the gradient of {name}", parameter, slot, self._transfers)
             chunk.gradients.tensors.append(stored)
 
     # Next
 
-    def _expect(self, kind: str, chunk: Chunk) -> None:
+    def expect(self, kind: str, chunk: Chunk) -> None:
+        """Note an event that happens now, and what it lets expect."""
         self.order.note(kind, chunk)
         following = self.order.following()
         # Gradients and optimizer state are loaded ahead by the step alone: another microbatch may come before it.
@@ -316,15 +301,11 @@ class BlockHooks:
 
     _next: tuple[str, Chunk] | None = None
 
-    def expect_step(self, chunk: Chunk) -> None:
-        """Note that the optimizer comes to `chunk` now."""
-        self._expect(STEP, chunk)
-
     def prefetch(self, *, patient: bool = False) -> None:
         """Load what is needed next, as far as there is room (`patient`: also what stores in flight will give); else the next
         event tries again."""
-        if self._steps is not None:
-            self._steps.advance()
+        if self.steps is not None:
+            self.steps.advance()
         if self._next is None:
             return
         kind, chunk = self._next

@@ -33,10 +33,8 @@ from ssdtrain.state.optimizer import ChunkedOptimizer
 from ssdtrain.state.options import Options, copied_options, different_options
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.stored import GradientInTier
-from ssdtrain.state.transfers import HostCopy, InPlace, Staged
+from ssdtrain.state.transfers import HostCopy, StateTransfers
 from ssdtrain.storage import SpillStore, signals_deferred
-
-__all__ = ["HostOptimizer"]
 
 _FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """Classes with a fused version for the CPU, which is ten times as fast there."""
@@ -66,13 +64,13 @@ class HostOptimizer(ChunkedOptimizer):
         optimizer: Optimizer,
         residency: Residency,
         hooks: BlockHooks,
-        transfers: InPlace | Staged,
+        transfers: StateTransfers,
         store: SpillStore,
         clip: str,
         microbatches: int,
     ) -> None:
         super().__init__(optimizer, residency, hooks, transfers, store)
-        self.in_place = isinstance(transfers, InPlace)
+        self.in_place = not transfers.frees_at_once
         self.norm_kind: NormKind = 2.0, None
         self._microbatches = microbatches
         self._clip = clip
@@ -92,7 +90,7 @@ class HostOptimizer(ChunkedOptimizer):
         self._twin_kind = type(kind.__name__, (kind,), {"__del__": lambda twin: None})
         self._code = threading.Lock()  # the optimizer's: its steps may share counters
         self._thread = ThreadPoolExecutor(1, "ssdtrain-step")
-        hooks.step_inside(self)
+        hooks.steps = self
 
     # What a `ChunkStep` needs
 

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge
 
-__all__ = ["StateMetrics"]
-
 
 @dataclass
 class StateMetrics(MetricSet):

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from ssdtrain.state.chunk import Chunk, Part, Where
 from ssdtrain.state.clip import clip_grad_norm
-from ssdtrain.state.hooks import BlockHooks
+from ssdtrain.state.hooks import STEP, BlockHooks
 from ssdtrain.state.options import Options
 from ssdtrain.state.residency import Residency
 from ssdtrain.state.sizes import plain_step
@@ -34,8 +34,6 @@ from ssdtrain.state.transfers import StateTransfers
 from ssdtrain.steps import call_before_steps
 from ssdtrain.storage import SpillStore, signals_deferred
 from ssdtrain.text import size_text
-
-__all__ = ["ChunkedOptimizer"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -171,7 +169,7 @@ class ChunkedOptimizer:
             self._forget_replaced(chunk)
             self._residency.load(chunk, *chunk.parts)
             self._hooks.adopt_gradients(chunk)
-            self._hooks.expect_step(chunk)
+            self._hooks.expect(STEP, chunk)
             self._hooks.prefetch(patient=True)
             for part in chunk.parts:
                 self._residency.settle(part)

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.optim.optimizer import Optimizer
 
-__all__ = ["Options", "check_own", "copied_options", "different_options", "own_numbers"]
-
 _ABSENT = object()
 
 

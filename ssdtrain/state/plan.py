@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ssdtrain.config import ConfigError, ConfigIssue, exact_size
+from ssdtrain.config import ConfigError, exact_size
 from ssdtrain.config.units import format_size
-
-__all__ = ["CHUNK_BUFFERS", "StateChoice", "StateChunk", "StatePlan", "plan_state"]
 
 CHUNK_BUFFERS = 2
 """Chunks in memory at a time beside those that stay: one that computes, one that is loaded or stored."""
@@ -104,7 +102,7 @@ def plan_state(
             f"at least {exact_size(outside + largest)}, and {exact_size(outside + CHUNK_BUFFERS * largest)} for loads ahead; or "
             "smaller chunks by state.blocks, which may also name embeddings and heads"
         )
-        raise ConfigError([ConfigIssue("ssdtrain.state.device_limit", exact_size(limit), why, allowed)])
+        raise ConfigError.of("ssdtrain.state.device_limit", exact_size(limit), why, allowed)
     if total <= limit:
         return StatePlan(limit, total, total, len(chunks), 0)
     count = len(chunks)

@@ -22,15 +22,17 @@ from collections import OrderedDict
 from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
-from ssdtrain.state.chunk import Chunk, Part, PendingStep, StoredGradient, Where
+from ssdtrain.state.chunk import Chunk, Part, StoredGradient, Where
 from ssdtrain.state.metrics import StateMetrics
 from ssdtrain.storage import IOFailure, signals_deferred
 from ssdtrain.text import size_text
 
-__all__ = ["Residency", "StateTimes"]
+if TYPE_CHECKING:
+    from ssdtrain.state.chunk_step import ChunkStep
 
 logger = logging.getLogger("ssdtrain")
 
@@ -76,7 +78,7 @@ class Residency:
         self._limit = limit
         self._recent = OrderedDict.fromkeys(chunks)  # the one used longest ago first
         self._leaving: list[Part] = []
-        self.running: list[PendingStep] = []
+        self.running: list[ChunkStep] = []
         self.times = StateTimes()
         self._warned = False
         metrics.limit_bytes = limit

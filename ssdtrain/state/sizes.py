@@ -11,8 +11,6 @@ from torch import nn
 
 from ssdtrain.state.options import Options
 
-__all__ = ["plain_step", "state_bytes"]
-
 _SIDE = 4  # of the parameter that is tried
 
 

@@ -10,8 +10,6 @@ from ssdtrain.state.transfers import HostCopy, StateTransfer, StateTransfers, fa
 from ssdtrain.storage import Slot, signals_deferred
 from ssdtrain.storage.memory import digest
 
-__all__ = ["MOVABLE", "GradientInTier", "StoredTensor", "checksum", "is_movable", "users"]
-
 MOVABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Types of tensors that may leave: those with a NaN to show meanwhile."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
 
 import torch
 
@@ -13,25 +12,6 @@ from ssdtrain.device import Device, Event
 from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
 from ssdtrain.storage import Arena, Lease, Operation, Slot, SpillStore, signals_deferred
-
-__all__ = ["HostCopy", "InPlace", "Staged", "StateTransfer", "StateTransfers", "failure_of"]
-
-
-class StateTransfer(Protocol):
-    """A load or a store in flight."""
-
-    def done(self) -> bool:
-        """Return whether `wait` would not block, or only for the device."""
-
-    def wait(self) -> None:
-        """Wait for the end; after a load, the storage has its bytes for what the current stream is given next.
-
-        Raises:
-            IOFailure: it failed. After a load the storage must not be used.
-        """
-
-    def discard(self) -> None:
-        """Release what the bytes passed through. It has ended, or failed."""
 
 
 def failure_of(transfer: StateTransfer | Operation) -> Exception | None:
@@ -43,37 +23,6 @@ def failure_of(transfer: StateTransfer | Operation) -> Exception | None:
             raise
         return error
     return None
-
-
-class StateTransfers(Protocol):
-    """Starts transfers between slots and storages of one device. Only `make_room` waits: the others are called while signals are
-    deferred."""
-
-    frees_at_once: bool
-    """Whether the memory of a storage may be freed when its store has begun, not only when it has ended."""
-
-    def make_room(self, nbytes: int) -> None:
-        """Wait, where a transfer of `nbytes` needs host memory, until there is some or all transfers have ended."""
-
-    def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
-        """Load into an empty storage, which is allocated when `wait` has returned, or before."""
-
-    def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer: ...
-
-    def to_host(
-        self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
-    ) -> HostCopy:
-        """Return the bytes of `storage`, or those of `slot` where it is empty, in host memory.
-
-        Args:
-            geometry: shape and strides of the tensor.
-        """
-
-    def store_host(self, slot: Slot, copy: HostCopy) -> StateTransfer:
-        """Store bytes that `to_host` gave, and that were changed since."""
-
-    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
-        """Give a storage the bytes that `to_host` gave of it, and that were changed since."""
 
 
 class HostCopy:
@@ -102,29 +51,39 @@ class HostCopy:
             self.buffer = None
 
 
-class _Direct:
-    """An operation on the memory of a storage, which it keeps."""
+class StateTransfer:
+    """A load or a store in flight: an operation on the memory of a storage, which it keeps."""
 
     def __init__(self, operation: Operation, storage: torch.UntypedStorage) -> None:
         self._operation = operation
         self._storage = storage
 
     def done(self) -> bool:
+        """Return whether `wait` would not block, or only for the device."""
         return self._operation.done()
 
     def wait(self) -> None:
+        """Wait for the end; after a load, the storage has its bytes for what the current stream is given next.
+
+        Raises:
+            IOFailure: it failed. After a load the storage must not be used.
+        """
         self._operation.wait()
 
     def discard(self) -> None:
-        return None
+        """Release what the bytes passed through. It has ended, or failed."""
 
 
-class InPlace:
-    """StateTransfers of host memory itself.
+class StateTransfers:
+    """Starts transfers between slots and storages in host memory itself. Only `make_room` waits: the others are called while
+    signals are deferred.
 
     Args:
         store: the tiers.
         verify: compare a checksum of all bytes.
+
+    Attributes:
+        frees_at_once: the memory of a storage may be freed when its store has begun, not only when it has ended.
     """
 
     frees_at_once = False
@@ -134,29 +93,36 @@ class InPlace:
         self._verify = verify
 
     def make_room(self, nbytes: int) -> None:
-        return None
+        """Wait, where a transfer of `nbytes` needs host memory, until there is some or all transfers have ended."""
 
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        """Load into an empty storage, which is allocated when `wait` has returned, or before."""
         storage.resize_(slot.nbytes)
-        return _Direct(self._store.read(slot, storage.data_ptr(), memory=storage), storage)
+        return StateTransfer(self._store.read(slot, storage.data_ptr(), memory=storage), storage)
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
-        return _Direct(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
+        return StateTransfer(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
 
     def to_host(
         self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
     ) -> HostCopy:
+        """Return the bytes of `storage`, or those of `slot` where it is empty, in host memory.
+
+        Args:
+            geometry: shape and strides of the tensor.
+        """
         return HostCopy(_shown(storage, dtype, *geometry))
 
     def store_host(self, slot: Slot, copy: HostCopy) -> StateTransfer:
+        """Store bytes that `to_host` gave, and that were changed since."""
         return self.store(slot, copy.tensor.untyped_storage())
 
     def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
-        return None
+        """Give a storage the bytes that `to_host` gave of it, and that were changed since."""
 
-    def of_host(self) -> InPlace:
+    def of_host(self) -> StateTransfers:
         """Return the transfers of host memory through the same tiers."""
-        return self
+        return StateTransfers(self._store, verify=self._verify)
 
 
 def _shown(storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]) -> torch.Tensor:
@@ -179,8 +145,8 @@ class _HostBuffer:
             self._lease.release()
 
 
-class Staged:
-    """StateTransfers of device memory through an arena of host memory.
+class Staged(StateTransfers):
+    """The same between slots and device memory, through an arena of host memory.
 
     Note: [Order on the device]
         The current stream waits for both copies, so that memory that is freed after a store has begun is reused after its copy,
@@ -196,10 +162,9 @@ class Staged:
     frees_at_once = True
 
     def __init__(self, store: SpillStore, device: Device, arena: Arena, *, verify: bool) -> None:
-        self._store = store
+        super().__init__(store, verify=verify)
         self._device = device
         self._arena = arena
-        self._verify = verify
         self._busy: deque[tuple[Operation | None, Event | None, _HostBuffer]] = deque()
 
     def make_room(self, nbytes: int) -> None:
@@ -238,7 +203,7 @@ class Staged:
             )
         finally:
             self._busy.append((operation, copied, buffer))
-        return _Direct(operation, storage)
+        return StateTransfer(operation, storage)
 
     def to_host(
         self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
@@ -262,16 +227,12 @@ class Staged:
         buffer, copy.buffer = copy.buffer, None
         operation = self._store.write(slot, buffer.tensor.data_ptr(), verify=self._verify)
         self._busy.append((operation, None, buffer))
-        return _Direct(operation, copy.tensor.untyped_storage())
+        return StateTransfer(operation, copy.tensor.untyped_storage())
 
     def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
         assert copy.buffer is not None
         buffer, copy.buffer = copy.buffer, None
         self.copy_in(buffer, storage)
-
-    def of_host(self) -> InPlace:
-        """Return the transfers of host memory through the same tiers."""
-        return InPlace(self._store, verify=self._verify)
 
     def copy_in(self, buffer: _HostBuffer, storage: torch.UntypedStorage) -> None:
         """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
@@ -318,7 +279,7 @@ class Staged:
             block = False
 
 
-class _StagedLoad:
+class _StagedLoad(StateTransfer):
     """The storage is empty until it gets its bytes: who reads a weight before it is loaded gets an error, and not what was in
     the memory."""
 
@@ -330,14 +291,10 @@ class _StagedLoad:
         buffer: _HostBuffer,
         nbytes: int,
     ) -> None:
+        super().__init__(operation, storage)
         self._transfers = transfers
-        self._operation = operation
-        self._storage = storage
         self._buffer: _HostBuffer | None = buffer
         self._nbytes = nbytes
-
-    def done(self) -> bool:
-        return self._operation.done()
 
     def wait(self) -> None:
         if self._buffer is None:

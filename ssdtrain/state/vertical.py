@@ -32,8 +32,6 @@ from torch.autograd.graph import Node
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
-__all__ = ["Lane", "run_vertically"]
-
 _WHERE = "(runtime.accumulate)"
 
 

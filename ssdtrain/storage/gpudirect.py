@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ssdtrain.storage.slab import Slab
     from ssdtrain.storage.store import SpillStore
 
-__all__ = ["GpuDirectPool", "abandon", "attach", "detach", "unavailable"]
-
 logger = logging.getLogger(__name__)
 
 DEVICE_PIECE = 32 << 20

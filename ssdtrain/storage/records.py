@@ -18,8 +18,6 @@ else:
         return lambda decorator: decorator
 
 
-__all__ = ["record"]
-
 T = TypeVar("T")
 
 

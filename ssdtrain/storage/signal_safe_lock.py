@@ -15,25 +15,7 @@ such an exception must then create a new runtime.
 import importlib
 import signal
 import threading
-from typing import Any, Protocol, cast
-
-__all__ = [
-    "SignalSafeLock",
-    "defer_signals",
-    "holds_signal_safe_lock",
-    "make_signal_safe_lock",
-    "mark_worker",
-    "signals_deferred",
-]
-
-
-class SignalSafeLock(Protocol):
-    """Interface of `threading.Lock`; not reentrant. The C version raises RuntimeError on reentry instead of deadlocking."""
-
-    def acquire(self, blocking: bool = True) -> bool: ...
-    def release(self) -> None: ...
-    def __enter__(self) -> Any: ...
-    def __exit__(self, *exception: object) -> Any: ...
+from typing import Any, cast
 
 
 def _extension() -> Any:
@@ -43,8 +25,9 @@ def _extension() -> Any:
         return None
 
 
-class _PlainLock:
-    """Fallback without the C extension: tracks whether this thread holds it, does not defer signals."""
+class SignalSafeLock:
+    """Interface of `threading.Lock`; not reentrant. This is the fallback, which tracks whether this thread holds it and does not
+    defer signals. The C version raises RuntimeError on reentry instead of deadlocking."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -75,7 +58,7 @@ _SIGNALS = sorted(signal.valid_signals())
 
 def make_signal_safe_lock() -> SignalSafeLock:
     """Create a lock: the C version if it was built."""
-    return cast(SignalSafeLock, _native.SignalSafeLock() if _native is not None else _PlainLock())
+    return cast(SignalSafeLock, _native.SignalSafeLock() if _native is not None else SignalSafeLock())
 
 
 def signals_deferred() -> SignalSafeLock:

@@ -1,22 +1,19 @@
 """A reserved range in one tier, and the state of its content."""
 
+from __future__ import annotations
+
 from operator import methodcaller
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from ssdtrain.storage import memory
 from ssdtrain.storage.errors import IOCancelled
 from ssdtrain.storage.pool import Operation
 from ssdtrain.storage.records import record
 
+if TYPE_CHECKING:
+    from ssdtrain.device import Event
+
 _done = methodcaller("done")
-
-
-class DeviceEvent(Protocol):
-    """A point in the work of a device."""
-
-    def query(self) -> bool:
-        """Whether the device has come to it."""
-        ...
 
 
 @record()
@@ -41,7 +38,7 @@ class Slot:
     _writes: tuple[tuple[Operation, int], ...] = ()
     """Writes, with their page offsets, that are not known to be cancelled."""
     _operations: tuple[Operation, ...] = ()
-    _copied: DeviceEvent | None = None
+    _copied: Event | None = None
     """The last copy of a device to it or from it, once it is freed."""
 
     @property

@@ -7,12 +7,15 @@ Note: [Free never blocks]
     after they have ended.
 """
 
+from __future__ import annotations
+
 import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ssdtrain.storage import forks, memory
 from ssdtrain.storage.arena import Arena, Register
@@ -28,8 +31,11 @@ from ssdtrain.storage.signal_safe_lock import (
     signals_deferred,
 )
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
-from ssdtrain.storage.slot import DeviceEvent, Slot
+from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.striping import StripedDrives
+
+if TYPE_CHECKING:
+    from ssdtrain.device import Event
 
 FREE_BATCH = 32
 """Freed slots that `free` collects before it drains them: one by one they cost backward more."""
@@ -239,7 +245,7 @@ class SpillStore:
         """Where the bytes of a slot are; [] in the host tier."""
         return [] if slot.tier == "host" else [self._slabs[queue].directory for queue in slot._extents[::3]]
 
-    def free(self, slot: Slot, copied: DeviceEvent | None = None) -> None:
+    def free(self, slot: Slot, copied: Event | None = None) -> None:
         """Cancel what has not started, and reuse the space when transfers in flight have ended. Idempotent, never blocks.
 
         Args:
@@ -303,7 +309,7 @@ class SpillStore:
             self._live_slots = self._live_bytes = 0  # there are no files that they could be in
         self._shutdown()
 
-    def __enter__(self) -> "SpillStore":
+    def __enter__(self) -> SpillStore:
         return self
 
     def __exit__(self, *exception: object) -> None:

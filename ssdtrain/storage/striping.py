@@ -22,8 +22,6 @@ from ssdtrain.storage.slab import Slab
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["StripedDrives"]
-
 WINDOW = 8
 """Slots per drive between two measurements. About four are under way at a time, whose bytes are not counted yet."""
 
@@ -89,9 +87,8 @@ class StripedDrives:
         most = max(1, -(-nbytes // self._stripe))
         found = self._spread(image, most, self.costs)
         if found is None and max(self.costs, default=1.0) > 1:
-            found = self._spread(
-                image, most, [1.0] * len(self.slabs)
-            )  # a fast drive may have less room than its share
+            # A fast drive may have less room than its share.
+            found = self._spread(image, most, [1.0] * len(self.slabs))
         return found
 
     def release(self, extents: Sequence[int]) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from ssdtrain import messages
 from ssdtrain.comm import Communicator
-from ssdtrain.config import ConfigError, ConfigIssue, ReportConfig
+from ssdtrain.config import ConfigError, ReportConfig
 from ssdtrain.features import Feature, Placement
 from ssdtrain.metrics import line
 from ssdtrain.offload.checks.module_tally import ModuleTally
@@ -26,8 +26,6 @@ from ssdtrain.telemetry.module_bytes import ModuleBytes
 from ssdtrain.telemetry.tensorboard import TensorBoard
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics
 from ssdtrain.telemetry.trace import StepTrace
-
-__all__ = ["Journal"]
 
 logger = logging.getLogger("ssdtrain")
 
@@ -104,7 +102,7 @@ class Journal:
                 board.close()
             why = f"cannot be written ({Path(error.filename or str(path)).name} {error.strerror})"
             allowed = "a directory of this user's own"
-            raise ConfigError([ConfigIssue("ssdtrain.report.path", str(path), why, allowed)]) from error
+            raise ConfigError.of("ssdtrain.report.path", str(path), why, allowed) from error
 
     def recorders(
         self,

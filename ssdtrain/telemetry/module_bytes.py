@@ -12,8 +12,6 @@ from ssdtrain.offload.checks.module_tally import ModuleTally
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.profile.modules import is_compiled
 
-__all__ = ["ModuleBytes"]
-
 _EVERY = 1024
 
 

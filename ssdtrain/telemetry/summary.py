@@ -12,8 +12,6 @@ from ssdtrain.metrics import MetricSet, shown
 from ssdtrain.telemetry.totals import RuntimeMetrics
 from ssdtrain.text import duration_text, gain_text, rate_text, size_text, with_cause
 
-__all__ = ["summary"]
-
 
 def summary(metrics: RuntimeMetrics, limit: str) -> str:
     """Return the end of a run as text.

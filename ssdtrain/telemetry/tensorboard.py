@@ -11,8 +11,6 @@ from typing import Any
 
 from ssdtrain.telemetry.totals import Interval, RuntimeMetrics
 
-__all__ = ["TensorBoard"]
-
 logger = logging.getLogger("ssdtrain")
 
 # Of this process: whose directories must not be written by another one.

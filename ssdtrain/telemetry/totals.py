@@ -18,8 +18,6 @@ from ssdtrain.metrics import Metric, MetricSet, Reduce, Unit, counter
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.storage import StoreMetrics
 
-__all__ = ["Interval", "RuntimeMetrics", "StepMetrics"]
-
 
 @dataclass
 class StepMetrics(MetricSet):

@@ -27,8 +27,6 @@ from ssdtrain.profile.passes import PassTimes, StepRecord
 from ssdtrain.profile.time_spans import Span, Spans
 from ssdtrain.storage import forks
 
-__all__ = ["StepTrace"]
-
 logger = logging.getLogger("ssdtrain")
 
 

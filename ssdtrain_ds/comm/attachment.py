@@ -20,8 +20,6 @@ from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, tra
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm import gradients, weights
 
-__all__ = ["CommAttachment"]
-
 _SENT_BY_STAGES = {
     "SendActivation": "pp_forward",
     "RecvActivation": "pp_forward",
@@ -202,9 +200,8 @@ def _of_layer(dimension: str, plain: Callable[..., Any]) -> Callable[..., Any]:
 
 def _of_backward(dimension: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     def backward(ctx: Any, *args: Any, **kwargs: Any) -> Any:
-        comm = getattr(
-            ctx, "ssdtrain_layer_of", None
-        )  # none of a forward before the first engine that compresses
+        # None of a forward before the first engine that compresses.
+        comm = getattr(ctx, "ssdtrain_layer_of", None)
         token = _layer_of.set(comm)  # a backward may send by the function's forward
         try:
             with _sending(comm, dimension):

@@ -17,8 +17,6 @@ from ssdtrain.integration.patching import Patches
 from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope
 from ssdtrain_ds import _compat, _compat_comm
 
-__all__ = ["patch_gradients"]
-
 Slice = tuple[int, bool]
 """Elements of one gradient in a flat tensor, and whether they are excluded."""
 

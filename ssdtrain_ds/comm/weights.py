@@ -22,8 +22,6 @@ from ssdtrain.integration.traffic import Traffic, current_traffic, in_scope, tra
 from ssdtrain_ds import _compat, _compat_comm
 from ssdtrain_ds.comm.gradients import Slice, interleaved, interleaved_numel
 
-__all__ = ["patch_gathering", "patch_weights"]
-
 _stepping: ContextVar[tuple[Communicator, set[torch.nn.Parameter]] | None] = ContextVar(
     "ssdtrain_stepping", default=None
 )

@@ -30,8 +30,6 @@ from ssdtrain.comm.exclusion import excluded, ranges_of
 from ssdtrain.integration.traffic import Traffic
 from ssdtrain_megatron import _compat, _compat_comm
 
-__all__ = ["Classification"]
-
 
 class Classification:
     """What the collectives of one rank carry.

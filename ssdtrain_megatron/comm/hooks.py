@@ -32,8 +32,6 @@ from ssdtrain_megatron import _compat_comm
 from ssdtrain_megatron.comm.classification import Classification
 from ssdtrain_megatron.comm.pipeline import Pipeline
 
-__all__ = ["Hooks"]
-
 TRANSFORMER_ENGINE = "transformer_engine"
 # Its fused cross entropy exchanges maxima and sums.
 LEFT_OUT = "cross_entropy"

@@ -16,9 +16,6 @@ from torch import Tensor
 from ssdtrain.comm import Communicator
 from ssdtrain.integration.patching import Function
 
-__all__ = ["Pipeline"]
-
-
 # What Megatron's functions call their tensors -> (what is sent, the peer's argument), in the order in which they issue them.
 _MESSAGES = {
     "tensor_send_prev": ("pp_backward", "prev_pipeline_rank"),

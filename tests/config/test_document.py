@@ -68,4 +68,4 @@ def test_every_example_config_loads_and_switches_something_on(file: Path) -> Non
     config = load_config(file)
     assert config.active
     assert config.offload is not None
-    assert config.offload.expand(rank=3, local_rank=1, host="node", user="ada") or config.offload.host
+    assert config.offload.expand(rank=3, local_rank=1) or config.offload.host

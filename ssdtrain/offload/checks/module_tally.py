@@ -9,8 +9,6 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.transfer.state import State
 
-__all__ = ["ModuleTally"]
-
 _AWAY = frozenset({State.STORING, State.STORED, State.LOADING, State.LOADED})
 
 

@@ -19,8 +19,6 @@ import torch
 from ssdtrain.codecs import Codec
 from ssdtrain.device import Device
 
-__all__ = ["Proof", "ProofFailed", "Prover", "provable"]
-
 _sequence_number = torch.autograd._get_sequence_nr
 
 

@@ -11,8 +11,6 @@ from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.storage import Endurance, SpillStore
 from ssdtrain.text import size_text
 
-__all__ = ["StepChecks"]
-
 logger = logging.getLogger("ssdtrain")
 
 WEAR_PERIOD = 1000

@@ -15,16 +15,6 @@ from ssdtrain.offload.transfer.state import State
 from ssdtrain.patience import Patience
 from ssdtrain.storage import IOCancelled, IOFailure, Operation, SignalSafeLock, SourceChanged, forks
 
-__all__ = [
-    "Busy",
-    "busy_regions",
-    "drain_at_deaths",
-    "wait_for_all",
-    "wait_for_copies",
-    "wait_for_load",
-    "wait_quietly",
-]
-
 logger = logging.getLogger("ssdtrain")
 
 Busy = tuple[Region, Operation, bool, bool]

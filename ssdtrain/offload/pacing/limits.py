@@ -40,8 +40,6 @@ from ssdtrain.storage import Operation, signals_deferred
 if TYPE_CHECKING:
     from ssdtrain.offload.transfer.mover import Mover
 
-__all__ = ["NEWEST", "Departures", "StoresInFlight", "TransferLimits"]
-
 DEVICE_SHARE = 1 / 16
 """Share of what a forward saves that may be on a GPU while it is copied off it, and again while it comes back."""
 

@@ -17,8 +17,6 @@ from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.state import State
 
-__all__ = ["Prefetcher"]
-
 # Looked up once: each saved tensor comes by here.
 _STORING, _STORED, _STAGED, _LOADING = State.STORING, State.STORED, State.STAGED, State.LOADING
 

@@ -34,8 +34,6 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.state import State
 
-__all__ = ["StoreStarter", "operator_number"]
-
 TOGETHER = 16 * MiB  # stores of the CPU that begin together, at most
 
 operator_number = torch.autograd._get_sequence_nr

@@ -28,8 +28,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["Eligibility", "Gathered", "GatheredStorages"]
-
 _VIEWS = 16  # of views, at most
 
 # Bound once: these run for every saved tensor, in the middle of a computation that has emptied the caches.

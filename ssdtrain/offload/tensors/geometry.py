@@ -10,18 +10,6 @@ from __future__ import annotations
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-__all__ = [
-    "ALIGNED",
-    "Geometry",
-    "bytes_at",
-    "densest",
-    "lead_of",
-    "place_of",
-    "restride",
-    "tensor_over",
-    "view_of",
-]
-
 ALIGNED = 64
 """Bytes: a cache line, and a vector register of AVX-512. Allocators of torch align to it, or to a multiple of it."""
 

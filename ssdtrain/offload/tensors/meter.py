@@ -30,8 +30,6 @@ from ssdtrain.offload.metrics import OffloadMetrics
 if TYPE_CHECKING:
     from ssdtrain.offload.tensors.region import Region
 
-__all__ = ["ActivationMeter", "Peaks", "Seen", "SeenBuffer"]
-
 
 class Peaks(NamedTuple):
     """The most bytes that were alive for backward."""

@@ -19,19 +19,6 @@ if TYPE_CHECKING:
     from ssdtrain.offload.tensors.tape import Tape
     from ssdtrain.storage import SourceChanged
 
-__all__ = [
-    "Handle",
-    "Kept",
-    "Region",
-    "Releases",
-    "after_close",
-    "captured",
-    "lost",
-    "modified",
-    "overwritten",
-    "place_of",
-]
-
 
 class _Nothing(dict[torch.device, torch.Tensor]):
     """Empty tensors by device."""

@@ -45,8 +45,6 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.offload.transfer.state import TransferState
 from ssdtrain.versions import same_counter
 
-__all__ = ["Extent", "extent_of", "find_region", "make_region", "no_overlap"]
-
 # A view with gaps takes the whole storage along if at least this part of the storage is its own.
 WHOLE_STORAGE = 0.2
 

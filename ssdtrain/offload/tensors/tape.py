@@ -10,8 +10,6 @@ from ssdtrain.offload.tensors.region import Region
 if TYPE_CHECKING:
     from ssdtrain.offload.checks.proof import Proof
 
-__all__ = ["Tape"]
-
 FAR = 8
 """Places of a tape between a tensor and one that shares its bytes, from which on the latter has a place of its own."""
 

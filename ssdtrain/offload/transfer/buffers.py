@@ -12,8 +12,6 @@ from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.storage import Arena, Lease
 from ssdtrain.storage.memory import ALIGNMENT, HUGE_PAGE
 
-__all__ = ["Buffers"]
-
 logger = logging.getLogger("ssdtrain")
 
 

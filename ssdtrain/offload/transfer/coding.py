@@ -29,7 +29,7 @@ from ssdtrain.codecs import Codec, Key, VariableSizeCodec, make_codec
 from ssdtrain.codecs.base import FLOATS, HEADER_BYTES
 from ssdtrain.codecs.exact import Exact
 from ssdtrain.codecs.overflow import keep_values, restore_values, room
-from ssdtrain.config import ConfigError, ConfigIssue, OffloadConfig
+from ssdtrain.config import ConfigError, OffloadConfig
 from ssdtrain.config.codecs import AUTO, OFF, OFFLOAD_ALLOWED
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.policy import Action
@@ -37,8 +37,6 @@ from ssdtrain.offload.tensors.geometry import bytes_at, place_of
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.sharing import Extent, no_overlap
 from ssdtrain.offload.transfer.state import Encoded
-
-__all__ = ["OWN_MEMORY", "CodecRule", "Coding", "check_codec"]
 
 MASK = "mask"
 OWN_MEMORY = "device"
@@ -237,15 +235,11 @@ def check_codec(offload: OffloadConfig, device: str) -> None:
     try:
         codec = make_codec(offload.codec)
     except RuntimeError as error:
-        raise ConfigError(
-            [
-                ConfigIssue(
-                    "ssdtrain.offload.codec", offload.codec, f"cannot be used: {error}", OFFLOAD_ALLOWED
-                )
-            ]
+        raise ConfigError.of(
+            "ssdtrain.offload.codec", offload.codec, f"cannot be used: {error}", OFFLOAD_ALLOWED
         ) from None
     if not _encodes_on(codec, device):
         why = f"encodes in host memory and is not in this version for tensors of a {device} device"
-        raise ConfigError(
-            [ConfigIssue("ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8")]
+        raise ConfigError.of(
+            "ssdtrain.offload.codec", offload.codec, why, "a codec of fixed size, such as int8"
         )

@@ -28,8 +28,6 @@ from ssdtrain.offload.transfer.state import Arrival, Read, Write
 from ssdtrain.offload.transfer.transfer import address_of
 from ssdtrain.storage import Arena, Operation, Slot, SpillStore, StoreFull, gpudirect
 
-__all__ = ["GpuDirectTransfer", "attach_gpudirect"]
-
 logger = logging.getLogger("ssdtrain")
 
 PROBE = 8 * MiB  # bytes of one transfer of the probe

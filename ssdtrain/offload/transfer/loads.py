@@ -20,11 +20,8 @@ from ssdtrain.offload.transfer.targets import NoTargetYet
 from ssdtrain.offload.transfer.transfer import Transfer
 from ssdtrain.storage import IOCancelled, SourceChanged
 
-__all__ = ["Loads", "keep_for_ever"]
-
 # Looked up once: each saved tensor comes by here.
 _STORED, _LOADING, _LOADED = State.STORED, State.LOADING, State.LOADED
-
 
 _HUNG: list[object] = []
 
@@ -135,9 +132,8 @@ class Loads:
                 self.transfer.stop_in_place(error)
                 return False
             raise error
-        arrival = self.transfer.advance_load(
-            region
-        )  # before anything is counted: it may find no memory, and be tried again
+        # Before anything is counted: it may find no memory, and be tried again.
+        arrival = self.transfer.advance_load(region)
         if self.metrics.spans is not None:
             self.metrics.count_transfer("loads", region, operation)
         if operation.digest:

@@ -33,8 +33,6 @@ from ssdtrain.offload.transfer.state import PayloadCheck, State
 from ssdtrain.offload.transfer.transfer import Transfer
 from ssdtrain.storage import IOFailure, Operation, Slot, SpillStore, StoreClosed, StoreFull
 
-__all__ = ["Mover"]
-
 logger = logging.getLogger("ssdtrain")
 
 # Looked up once: each saved tensor comes by here.
@@ -70,9 +68,8 @@ class Mover:
         self._deferred = 0  # bytes of stores queued since the pool was woken
         self._raise_when_full = raise_when_full
         self.stores = StoresInFlight(self._end_store)
-        self._checks: deque[tuple[Region, PayloadCheck]] = (
-            deque()
-        )  # of what is to stay encoded, the oldest first
+        # Of what is to stay encoded, the oldest first.
+        self._checks: deque[tuple[Region, PayloadCheck]] = deque()
         self._warned_full = False
 
     # Stores

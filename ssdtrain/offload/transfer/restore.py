@@ -16,8 +16,6 @@ from ssdtrain.offload.transfer.mover import Mover
 from ssdtrain.offload.transfer.state import State
 from ssdtrain.storage import CorruptedData
 
-__all__ = ["Restorer"]
-
 # Looked up once: each saved tensor comes by here.
 _STORED, _LOADING, _STORING, _STAGED = State.STORED, State.LOADING, State.STORING, State.STAGED
 
@@ -84,9 +82,8 @@ class Restorer:
                 mover.loads.let_go(region)
                 return self._restore(handle)
             if state is _STORING:
-                mover.loads.let_go(
-                    region
-                )  # the staging buffer or the payload still has the bytes that were saved
+                # The staging buffer or the payload still has the bytes that were saved.
+                mover.loads.let_go(region)
         if state is _STORING and not mover.stop_store(region):
             mover.forward(region)
         if transfer.state is _STAGED:

@@ -21,8 +21,6 @@ from ssdtrain.device import Device, Event
 from ssdtrain.offload.policy import Action
 from ssdtrain.offload.tensors.region import Region
 
-__all__ = ["PAGE", "Rests", "bytes_of", "moved_bytes"]
-
 PAGE = 4096
 """A part is a whole number of these bytes, so that both parts of a region are aligned."""
 

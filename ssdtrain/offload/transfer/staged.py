@@ -15,14 +15,10 @@ from ssdtrain.offload.tensors.meter import ActivationMeter
 from ssdtrain.offload.tensors.region import Region, after_close
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import Coding
-from ssdtrain.offload.transfer.rests import Rests
-from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read, Write
+from ssdtrain.offload.transfer.state import Arrival, PayloadCheck, Read, Write
 from ssdtrain.offload.transfer.targets import LoadTargets, Target
-from ssdtrain.offload.transfer.transfer import Encoding, address_of
+from ssdtrain.offload.transfer.transfer import Transfer, address_of
 from ssdtrain.storage import Lease, Operation, Slot, SpillStore
-
-__all__ = ["StagedTransfer"]
-
 
 _Passing = tuple[Event, Lease | None, torch.UntypedStorage | torch.Tensor | None]
 """A copy under way: its event, the staging buffer that it alone uses, if any, and what else it needs alive."""
@@ -30,7 +26,7 @@ _Passing = tuple[Event, Lease | None, torch.UntypedStorage | torch.Tensor | None
 _TO_DEVICE, _TO_HOST, _BUFFERLESS_TO_DEVICE, _BUFFERLESS_TO_HOST = range(4)
 
 
-class StagedTransfer:
+class StagedTransfer(Transfer):
     """Device tensors, through pinned buffers of the arena.
 
     Note: [Emptying before the write has ended]
@@ -51,7 +47,7 @@ class StagedTransfer:
     """
 
     copies = True
-    closed = False
+    targets: LoadTargets
     _reads_into_targets = False
     """A drive does, as soon as a load begins, so that its memory cannot be waited for."""
 
@@ -64,12 +60,7 @@ class StagedTransfer:
         device: Device,
         verify: bool,
     ) -> None:
-        self.store = store
-        self._verify = verify
-        self._encoding = Encoding(coding, meter.see_own)
-        self.rests = Rests(device, meter.see_own)
-        self.buffers = buffers
-        self.device = device
+        super().__init__(store, buffers, meter, coding, device, verify)
         self.targets = LoadTargets(device, meter, waits=self._reads_into_targets)
         # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
         self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
@@ -86,11 +77,8 @@ class StagedTransfer:
     def largest(self) -> int | None:
         return None if self.unstaged else self.buffers.capacity
 
-    def encode(self, region: Region) -> Encoded | None:
-        return self._encoding.encode(region)
-
     def check_payload(self, region: Region) -> PayloadCheck | None:
-        flag = self._encoding.coding.flag(region)
+        flag = self.coding.flag(region)
         event = None
         if flag is not None:
             on_host = torch.empty_like(flag, device="cpu", pin_memory=True)
@@ -127,7 +115,7 @@ class StagedTransfer:
         transfer = region.transfer
         nbytes = transfer.stored_bytes
         if transfer.spare_bytes:
-            nbytes = self._encoding.coding.keep_values(region, host)
+            nbytes = self.coding.keep_values(region, host)
         if transfer.payload is not None:
             self._leave_to_payload(region)
         return self.device.copy_to_host(address_of(region), host, nbytes)
@@ -159,7 +147,7 @@ class StagedTransfer:
 
     def overflowed(self, region: Region) -> bool:
         host = None if self.closed else self._staged(region)  # after the end nothing comes back from a tier
-        return host is not None and self._encoding.coding.has_overflowed(region, host)
+        return host is not None and self.coding.has_overflowed(region, host)
 
     def depart(self, region: Region) -> None:
         event = region.transfer.event
@@ -197,9 +185,6 @@ class StagedTransfer:
         assert lease is not None
         return self._write(region, lease, region.transfer.event)
 
-    def stop_in_place(self, error: OSError) -> None:
-        raise AssertionError("every transfer passes through host memory")
-
     def recall(self, region: Region) -> Arrival | None:
         transfer = region.transfer
         if transfer.payload is not None:
@@ -218,7 +203,7 @@ class StagedTransfer:
     def _holds(self, region: Region, host: int) -> bool:
         """Whether it is known already that the payload at `host`, which is copied there, has not overflowed."""
         event = region.transfer.event
-        return (event is None or event.query()) and not self._encoding.coding.has_overflowed(region, host)
+        return (event is None or event.query()) and not self.coding.has_overflowed(region, host)
 
     def _decode_arrived(self, region: Region, arrival: Arrival) -> Arrival:
         """Return the values of the payload that has departed, which is on the way back as `arrival`."""
@@ -341,7 +326,7 @@ class StagedTransfer:
         """Return the values of a payload, decoded on the current stream; others wait for the event."""
         if payload is region.transfer.payload and region.transfer.target is None:
             self.device.record_use(payload)
-        values = self._encoding.decode(region, payload)
+        values = self.values_of(region, payload)
         return Arrival(values, None, None, None, self.device.record(self.device.current_stream()))
 
     def poll(self) -> None:

@@ -19,17 +19,14 @@ if TYPE_CHECKING:
     from ssdtrain.offload.transfer.targets import Target
     from ssdtrain.storage import Lease, Operation, Slot
 
-__all__ = ["Arrival", "Encoded", "Read", "State", "TransferState", "Write"]
-
 
 class State(enum.Enum):
     """Where the bytes of a region are."""
 
     RESIDENT = "resident"  # in memory only
     STORING = "storing"  # in memory, and on the way to a tier
-    STAGED = (
-        "staged"  # in a staging buffer, or encoded in memory, only: its store was cancelled, or there is none
-    )
+    # In a staging buffer, or encoded in memory, only: its store was cancelled, or there is none.
+    STAGED = "staged"
     STORED = "stored"  # in a tier only
     LOADING = "loading"  # in a tier, and on the way to memory
     LOADED = "loaded"  # in a tier and in memory
@@ -123,26 +120,22 @@ class TransferState:
     tier: str | None = None  # that the policy wants it in
     must_write: bool = False  # its store is not cancelled
     rest: torch.Tensor | None = None  # a copy of what stays. See Note: [Parts of a region] in `rests`.
-    lead: int = (
-        0  # address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
-    )
+    # Address of the region modulo 64, when it left. See Note: [Alignment] in `tensors.geometry`.
+    lead: int = 0
     slot: Slot | None = None
-    pinned: bool = (
-        False  # a device copies to and from the memory of its slot: Note: [Pinned host tier] in `staged`
-    )
+    # A device copies to and from the memory of its slot: Note: [Pinned host tier] in `staged`.
+    pinned: bool = False
     in_place: bool = False  # the operation under way reads or fills device memory itself
     operation: Operation | None = None
     lease: Lease | None = None  # the staging buffer of a device copy
-    event: Event | None = (
-        None  # the copy off the device; where it is pinned the latest one to its slot or from it
-    )
+    # The copy off the device; where it is pinned the latest one to its slot or from it.
+    event: Event | None = None
     load_event: Event | None = None  # the copy onto the device
     decoding: Event | None = None  # of what came back encoded, on the device
     target: Target | None = None  # the device memory that it fills
     payload: torch.Tensor | None = None  # encoded bytes, on their way to or from the tier
-    spare_bytes: int = (
-        0  # of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
-    )
+    # Of the payload and its copies, behind what is stored. Not 0: it may have overflowed.
+    spare_bytes: int = 0
     raw_from: int = 0  # of the pinned memory with a payload that has overflowed: there the values begin
     loaded: torch.Tensor | None = None
     """What came back. See Note: [Buffers belong to the tensor] in `tensors.region`."""
@@ -219,12 +212,10 @@ class TransferState:
     def drop_loaded(self) -> None:
         """Let go of what came back; tensors that were handed out own its memory."""
         self.loaded = self.payload = self.load_event = self.decoding = None
-        if self.target is not None:
-            self.target.tensor = None
-            self.target = None
+        self.drop_target()
 
     def drop_target(self) -> None:
-        """Give up the device memory that was reserved, if nothing has been copied there yet."""
+        """Give up the device memory that was reserved, or that tensors which were handed out own."""
         if self.target is not None:
             self.target.tensor = None
             self.target = None

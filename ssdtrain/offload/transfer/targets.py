@@ -26,7 +26,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -35,8 +35,6 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ssdtrain.device import Device, Event
 from ssdtrain.offload.tensors.geometry import ALIGNED, Geometry, tensor_over
 from ssdtrain.offload.tensors.meter import ActivationMeter, SeenBuffer
-
-__all__ = ["LoadTargets", "NoTargetYet", "Target"]
 
 _from_dlpack: Callable[[object], torch.Tensor] = getattr(torch._C, "_from_dlpack", from_dlpack)
 """The same of a capsule, without asking what it is given."""
@@ -181,10 +179,15 @@ class LoadTargets:
         if not self._waits:
             self.missing = nbytes
             raise NoTargetYet
+        return self._made(nbytes, nullcontext())
+
+    def _made(self, nbytes: int, lock: AbstractContextManager[object]) -> TargetMemory:
+        """Ask the allocator; where it has none, once more after all that is out of use was given back to it, under `lock`."""
         try:
             return TargetMemory(self._device.load_target(nbytes))
         except torch.OutOfMemoryError:
-            self._give_back()
+            with lock:
+                self._give_back()
             return TargetMemory(self._device.load_target(nbytes))
 
     def allocate(self, lock: AbstractContextManager[object]) -> None:
@@ -197,14 +200,9 @@ class LoadTargets:
             nbytes, self.missing = self.missing, 0
         if not nbytes:
             return
-        try:
-            tensor = self._device.load_target(nbytes)
-        except torch.OutOfMemoryError:
-            with lock:
-                self._give_back()
-            tensor = self._device.load_target(nbytes)
+        memory = self._made(nbytes, lock)
         with lock:
-            self._allocated = TargetMemory(tensor)
+            self._allocated = memory
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -9,9 +9,6 @@ it: what they began or made is returned to the mover.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 
 from ssdtrain.device import Device, Event
@@ -25,126 +22,19 @@ from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read
 from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.storage import ALIGNMENT, Operation, Slot, SpillStore
 
-__all__ = ["DirectTransfer", "Encoding", "Transfer", "address_of"]
 
+class Transfer:
+    """The moves of one region; the mover decides when, and keeps the states. A way that has no such move returns None, or is
+    never asked for it and raises.
 
-class Transfer(Protocol):
-    """The moves of one region; the mover decides when, and keeps the states."""
+    Attributes:
+        copies: tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended.
+        closed: the engine is closed: what is in a tier does not come back any more.
+        targets: device memory that loads fill; None: the pool reads into the arena.
+    """
 
-    buffers: Buffers
-    rests: Rests
-    copies: bool
-    """Tensors are copied to a buffer first, so that one may be emptied (`depart`) before its write has ended."""
-    closed: bool
-    """The engine is closed: what is in a tier does not come back any more."""
-
-    @property
-    def targets(self) -> LoadTargets | None:
-        """Device memory that loads fill; None: the pool reads into the arena."""
-
-    @property
-    def unstaged(self) -> bool:
-        """A device copies to and from every slot itself: stores and loads take no memory of a buffer."""
-
-    @property
-    def largest(self) -> int | None:
-        """Bytes of the largest region that it can store; None: of any."""
-
-    def encode(self, region: Region) -> Encoded | None:
-        """Return the payload of a region that has a codec; None: the codec cannot hold its bytes."""
-
-    def check_payload(self, region: Region) -> PayloadCheck | None:
-        """The payload is to take the place of the tensor, in memory. Returns what says whether it may; None: it may at once."""
-
-    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
-        """Queue the write of the region, or of its payload, to its slot. None: there is no buffer for it now.
-
-        Args:
-            defer: nothing waits for it, see `SpillStore.write`.
-        """
-
-    def copy_out(self, region: Region, slot: Slot) -> Event | None:
-        """Queue the copy of the region, which has no payload, to its slot, which is pinned. Returns its end."""
-
-    def depart(self, region: Region) -> None:
-        """Let the stream of a region wait for its store, whose copy has not ended: then its tensor may be emptied."""
-
-    def give_back(self, region: Region) -> None:
-        """Return the staging buffer of the region once no copy uses it."""
-
-    def overflowed(self, region: Region) -> bool:
-        """Whether the payload of a region (with `TransferState.spare_bytes`) has overflowed, whose store is over."""
-
-    def rewrite(self, region: Region) -> Operation:
-        """Write again, to a new slot, what a failed write left in memory."""
-
-    def stop_in_place(self, error: OSError) -> None:
-        """A transfer of device memory itself has failed (`Write.in_place`, `Read.in_place`): make no more of them."""
-
-    def recall(self, region: Region) -> Arrival | None:
-        """Bring back the bytes of a region being stored from its payload or its buffer. None: they are still in the tensor."""
-
-    def copy_back(self, region: Region) -> Arrival:
-        """Queue the copy of a `pinned` region from its slot to the device.
-
-        Raises:
-            RuntimeError: the engine or the store was closed.
-            torch.OutOfMemoryError: there is no memory for it.
-        """
-
-    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
-        """Queue the read of the region. None: the arena is full.
-
-        Args:
-            on_demand: backward waits for it; else it may begin with others.
-            allow_unpooled: allocate outside of the arena where that is full.
-        """
-
-    def advance_load(self, region: Region) -> Arrival | None:
-        """The read has ended: begin what follows it. None: nothing does."""
-
-    def end_load(self, region: Region) -> Arrival | None:
-        """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
-
-    def reserve_target(self, region: Region) -> Target:
-        """The device memory for a region that is about to come back."""
-
-    def poll(self) -> None:
-        """Return the buffers whose copies have passed."""
-
-    def passing(self) -> Event | None:
-        """The end of the oldest copy that uses host memory; None: there is none."""
-
-    def returning(self) -> Event | None:
-        """The end of the copy after which a staging buffer comes back; None: no buffer is in use by a copy alone."""
-
-
-class Encoding:
-    """The payloads of both ways, seen by the meter."""
-
-    def __init__(self, coding: Coding, seen: Callable[[torch.UntypedStorage], None]) -> None:
-        self.coding = coding
-        self._seen = seen
-
-    def encode(self, region: Region) -> Encoded | None:
-        encoded = self.coding.encode(region)
-        if encoded is not None:
-            self._seen(encoded.payload.untyped_storage())
-        return encoded
-
-    def decode(self, region: Region, payload: torch.Tensor) -> torch.Tensor:
-        loaded = self.coding.decode(region, payload)
-        self._seen(loaded.untyped_storage())
-        return loaded
-
-
-class DirectTransfer:
-    """CPU tensors, read and written in place by the I/O pool."""
-
-    copies = unstaged = False
-    closed = False
+    copies = closed = False
     targets: LoadTargets | None = None
-    largest: int | None = None
 
     def __init__(
         self,
@@ -156,17 +46,120 @@ class DirectTransfer:
         verify: bool,
     ) -> None:
         self.store = store
-        self._verify = verify
         self.buffers = buffers
-        self._seen = meter.see_own
-        self._encoding = Encoding(coding, meter.see_own)
+        self.device = device
         self.rests = Rests(device, meter.see_own)
+        self.coding = coding
+        self._seen = meter.see_own
+        self._verify = verify
+
+    @property
+    def unstaged(self) -> bool:
+        """A device copies to and from every slot itself: stores and loads take no memory of a buffer."""
+        return False
+
+    @property
+    def largest(self) -> int | None:
+        """Bytes of the largest region that it can store; None: of any."""
+        return None
 
     def encode(self, region: Region) -> Encoded | None:
-        return self._encoding.encode(region)
+        """Return the payload of a region that has a codec; None: the codec cannot hold its bytes."""
+        encoded = self.coding.encode(region)
+        if encoded is not None:
+            self._seen(encoded.payload.untyped_storage())
+        return encoded
+
+    def values_of(self, region: Region, payload: torch.Tensor) -> torch.Tensor:
+        """Decode a payload."""
+        loaded = self.coding.decode(region, payload)
+        self._seen(loaded.untyped_storage())
+        return loaded
 
     def check_payload(self, region: Region) -> PayloadCheck | None:
+        """The payload is to take the place of the tensor, in memory. Returns what says whether it may; None: it may at once."""
         return None
+
+    def begin_store(self, region: Region, *, defer: bool) -> Write | None:
+        """Queue the write of the region, or of its payload, to its slot. None: there is no buffer for it now.
+
+        Args:
+            defer: nothing waits for it, see `SpillStore.write`.
+        """
+        raise NotImplementedError
+
+    def copy_out(self, region: Region, slot: Slot) -> Event | None:
+        """Queue the copy of the region, which has no payload, to its slot, which is pinned. Returns its end."""
+        raise NotImplementedError
+
+    def depart(self, region: Region) -> None:
+        """Let the stream of a region wait for its store, whose copy has not ended: then its tensor may be emptied."""
+        raise NotImplementedError
+
+    def give_back(self, region: Region) -> None:
+        """Return the staging buffer of the region once no copy uses it."""
+
+    def overflowed(self, region: Region) -> bool:
+        """Whether the payload of a region (with `TransferState.spare_bytes`) has overflowed, whose store is over."""
+        raise NotImplementedError
+
+    def rewrite(self, region: Region) -> Operation:
+        """Write again, to a new slot, what a failed write left in memory."""
+        raise NotImplementedError
+
+    def stop_in_place(self, error: OSError) -> None:
+        """A transfer of device memory itself has failed (`Write.in_place`, `Read.in_place`): make no more of them."""
+        raise NotImplementedError
+
+    def recall(self, region: Region) -> Arrival | None:
+        """Bring back the bytes of a region being stored from its payload or its buffer. None: they are still in the tensor."""
+        raise NotImplementedError
+
+    def copy_back(self, region: Region) -> Arrival:
+        """Queue the copy of a `pinned` region from its slot to the device.
+
+        Raises:
+            RuntimeError: the engine or the store was closed.
+            torch.OutOfMemoryError: there is no memory for it.
+        """
+        raise NotImplementedError
+
+    def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
+        """Queue the read of the region. None: the arena is full.
+
+        Args:
+            on_demand: backward waits for it; else it may begin with others.
+            allow_unpooled: allocate outside of the arena where that is full.
+        """
+        raise NotImplementedError
+
+    def advance_load(self, region: Region) -> Arrival | None:
+        """The read has ended: begin what follows it. None: nothing does."""
+        return None
+
+    def end_load(self, region: Region) -> Arrival | None:
+        """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
+        raise NotImplementedError
+
+    def reserve_target(self, region: Region) -> Target:
+        """The device memory for a region that is about to come back."""
+        raise NotImplementedError
+
+    def poll(self) -> None:
+        """Return the buffers whose copies have passed."""
+
+    def passing(self) -> Event | None:
+        """The end of the oldest copy that uses host memory; None: there is none."""
+        return None
+
+    def returning(self) -> Event | None:
+        """The end of the copy after which a staging buffer comes back; None: no buffer is in use by a copy alone."""
+        return None
+
+
+class DirectTransfer(Transfer):
+    """CPU tensors, read and written in place by the I/O pool. No device copies to a tier or from it, and what overflows is stored
+    as it is from the start."""
 
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         slot = region.transfer.slot
@@ -174,32 +167,14 @@ class DirectTransfer:
         address = address_of(region)
         return Write(self.store.write(slot, address, defer=defer, verify=self._verify), address % ALIGNMENT)
 
-    def copy_out(self, region: Region, slot: Slot) -> Event | None:
-        raise AssertionError("no device copies to a tier itself")
-
-    def depart(self, region: Region) -> None:
-        raise AssertionError("the pool reads the tensor itself, or it was emptied when it was encoded")
-
-    def give_back(self, region: Region) -> None:
-        return None
-
-    def overflowed(self, region: Region) -> bool:
-        raise AssertionError("what overflows on the CPU is stored as it is from the start")
-
     def rewrite(self, region: Region) -> Operation:
         slot, operation = region.transfer.slot, region.transfer.operation
         assert slot is not None and operation is not None
         return self.store.write(slot, address_of(region), checksum=operation.checksum, verify=self._verify)
 
-    def stop_in_place(self, error: OSError) -> None:
-        raise AssertionError("a tensor of the CPU is no device memory")
-
     def recall(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload
-        return None if payload is None else Arrival(self._encoding.decode(region, payload), payload)
-
-    def copy_back(self, region: Region) -> Arrival:
-        raise AssertionError("no device copies from a tier itself")
+        return None if payload is None else Arrival(self.values_of(region, payload), payload)
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         transfer = region.transfer
@@ -222,26 +197,11 @@ class DirectTransfer:
             return Read(operation, None, buffer)
         return Read(operation, None, None, buffer)
 
-    def advance_load(self, region: Region) -> None:
-        return None
-
     def end_load(self, region: Region) -> Arrival | None:
         payload = region.transfer.payload
         if payload is None or region.transfer.loaded is not None:
             return None
-        return Arrival(self._encoding.decode(region, payload))
-
-    def reserve_target(self, region: Region) -> Target:
-        raise AssertionError("what the pool reads lies in the arena")
-
-    def poll(self) -> None:
-        return None
-
-    def passing(self) -> None:
-        return None
-
-    def returning(self) -> None:
-        return None
+        return Arrival(self.values_of(region, payload))
 
 
 def address_of(region: Region) -> int:

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from ssdtrain.codecs import Codec, FixedSizeCodec, Key, make_codec
 
-__all__ = ["SPECS", "CodecSubject", "cpu_seconds", "measure_codecs"]
-
 SPECS = ("bf16", "int8", "int8:round=stochastic", "int4", "int4:hadamard", "int2:block=32,asymmetric", "fp8")
 
 

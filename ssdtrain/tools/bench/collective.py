@@ -13,9 +13,7 @@ import torch.distributed as dist
 from ssdtrain.comm import Communicator
 from ssdtrain.comm.policy import Policy
 from ssdtrain.config import load_config
-from ssdtrain.tools.bench.ratios import paired_ratio
-
-__all__ = ["measure_collectives"]
+from ssdtrain.tools.bench.ratios import paired_ratio, synchronize
 
 BENCH_PRESETS = ("safe", "balanced", "aggressive")
 
@@ -68,7 +66,7 @@ def measure_collectives(
 
 
 def _timed(comm: Communicator | None, tensor: torch.Tensor, device: torch.device) -> float:
-    _synchronize(device)
+    synchronize(device)
     dist.barrier()
     began = time.perf_counter()
     work = None if comm is None else comm.all_reduce(tensor, "dp")
@@ -76,10 +74,5 @@ def _timed(comm: Communicator | None, tensor: torch.Tensor, device: torch.device
         dist.all_reduce(tensor)
     else:
         work.wait()
-    _synchronize(device)
+    synchronize(device)
     return time.perf_counter() - began
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

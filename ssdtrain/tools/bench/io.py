@@ -21,8 +21,6 @@ from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.text import size_text
 from ssdtrain.tools.bench.ratios import paired_ratio
 
-__all__ = ["DEPTH", "NO_FIO", "PoolBench", "fio_command", "measure_io", "run_fio"]
-
 DEPTH = 8
 """Transfers under way, of the pool and of fio."""
 

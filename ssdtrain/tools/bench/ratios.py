@@ -5,7 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["interval", "paired_ratio"]
+import torch
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for what was queued on a GPU, before the clock is read."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:

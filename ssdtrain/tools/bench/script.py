@@ -12,12 +12,9 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import Config
-from ssdtrain.offload.policy import KEEP, Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.runtime import Runtime
-from ssdtrain.tools.bench.ratios import interval
-
-__all__ = ["measure_script"]
+from ssdtrain.tools.bench.ratios import interval, synchronize
 
 Build = Callable[[int], tuple[nn.Module, Callable[[], torch.Tensor]]]
 """Function from a batch size to a model and a function that runs its forward and returns the loss."""
@@ -72,7 +69,8 @@ def measure_script(
                     runtime.step_end()
                 if before is not None:
                     seconds[name].append(taken)
-            if step == 0 and losses["plain"] != losses["ssdtrain"] and not _lossy(config):
+            lossy = config.compact is not None or (config.offload is not None and config.offload.lossy)
+            if step == 0 and losses["plain"] != losses["ssdtrain"] and not lossy:
                 raise ValueError(
                     f"computes the loss {losses['plain']} without SSDTrain and {losses['ssdtrain']} with it at its first step: "
                     "build(batch) must return the same model and data after torch.manual_seed, and must not share them"
@@ -108,34 +106,15 @@ def _planned(runtime: Runtime) -> bool:
     return all(one.plan is not None for one in controllers)
 
 
-class _KeepAll:
-    """An OffloadPolicy that offloads nothing."""
-
-    needs_modules = False
-
-    def decide(self, saved: SavedTensorInfo) -> Action:
-        return KEEP
-
-    def observe(self, forward: ForwardProfile) -> None:
-        pass
-
-
 def _activation_peak(model: nn.Module, loss_of: Callable[[], torch.Tensor], device: torch.device) -> int:
     """Bytes that a step of `model` keeps alive for backward at most: of an engine that moves nothing. That of the attached model
     does not see what recomputation drops."""
-    offload: dict[str, Any] = {"host": "1MiB", "in_flight": "1MiB"}
-    if device.type == "cuda":
-        offload["buffer"] = "4MiB"  # pinned
-    config = {"offload": offload, "report": {"interval": 0}}
-    with ssdtrain.attach(model, config, policy=_KeepAll()) as runtime:
+    config = {"offload": {"amount": 0}, "report": {"interval": 0}}
+    with ssdtrain.attach(model, config) as runtime:
         _step(model, loss_of, device, 0)
         found = runtime.statistics()
     assert found is not None
     return int(found.offload.unoffloaded_peak_bytes)
-
-
-def _lossy(config: Config) -> bool:
-    return config.compact is not None or (config.offload is not None and config.offload.lossy)
 
 
 def _step(
@@ -144,11 +123,11 @@ def _step(
     """(loss, seconds) of a forward and a backward."""
     model.zero_grad()
     torch.manual_seed(seed)
-    _synchronize(device)
+    synchronize(device)
     began = time.perf_counter()
     loss = loss_of()
     loss.backward()
-    _synchronize(device)
+    synchronize(device)
     taken = time.perf_counter() - began
     return float(loss.detach()), taken
 
@@ -163,13 +142,4 @@ def _same_gradients(one: nn.Module, other: nn.Module) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return (
-        tensor.detach().contiguous().view(torch.uint8)
-        if tensor.dim()
-        else tensor.detach().reshape(1).view(torch.uint8)
-    )
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)

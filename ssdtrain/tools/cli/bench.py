@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.config.codecs import parse_codec
@@ -27,7 +27,7 @@ from ssdtrain.config.units import KiB, MiB
 from ssdtrain.text import duration_text, size_text
 from ssdtrain.tools.cli import network
 from ssdtrain.tools.cli.model_source import factory
-from ssdtrain.tools.cli.options import given, size, whole
+from ssdtrain.tools.cli.options import command_parser, given, size, whole
 from ssdtrain.tools.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -49,8 +49,7 @@ BENCH_EXAMPLES = {
 
 def run(arguments: list[str]) -> int:
     """0; 1 where something cannot be measured; 2 for a wrong option."""
-    made = parser()
-    chosen = made.parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     measures: dict[str, Callable[[argparse.Namespace], int]] = {
         "io": bench_io,
         "codec": bench_codec,
@@ -66,12 +65,8 @@ def run(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="ssdtrain bench",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="examples:\n" + "\n".join(BENCH_EXAMPLES.values()),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    examples = "examples:\n" + "\n".join(BENCH_EXAMPLES.values())
+    made = command_parser("bench", (__doc__ or "").splitlines()[0], examples)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--json", action="store_true", help="one JSON object instead of a table")
     parts = made.add_subparsers(dest="part", required=True, metavar="|".join(BENCH_EXAMPLES))
@@ -178,11 +173,8 @@ def bench_io(chosen: argparse.Namespace) -> int:
 
     with progress(f"writing and reading {size_text(chosen.size)}") as note:
         found = measure_io(chosen.directory, chosen.size, chosen.repeats, chosen.engine, note=note)
-    table = Table(
-        title=f"{found['directory']}: {found['file_system']} on {found['drive']}, engine {found['engine']}"
-    )
-    for column in ("", "SSDTrain", "fio", "ratio", "CPU per GB"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"{found['directory']}: {found['file_system']} on {found['drive']}, engine {found['engine']}"
+    table = _table(title, "", "SSDTrain", "fio", "ratio", "CPU per GB")
     for direction in ("write", "read"):
         pool, fio = (found[f"{side}_{direction}_bytes_per_second"] for side in ("pool", "fio"))
         ratio = found[f"{direction}_ratio_fio"]
@@ -210,9 +202,8 @@ def bench_codec(chosen: argparse.Namespace) -> int:
     with progress("encoding and decoding") as note:
         found = measure_codecs(chosen.codec or SPECS, chosen.size, chosen.repeats, place, note=note)
     copied = size_text(found["copy_bytes_per_second"])
-    table = Table(title=f"float32, {size_text(found['bytes'])}, {found['device']}; a copy: {copied}/s")
-    for column in ("codec", "size", "encode", "decode", "decode and add"):
-        table.add_column(column, justify="left" if column == "codec" else "right")
+    title = f"float32, {size_text(found['bytes'])}, {found['device']}; a copy: {copied}/s"
+    table = _table(title, "codec", "size", "encode", "decode", "decode and add")
     for name, one in found["codecs"].items():
         rates = [
             f"{size_text(one[f'{way}_bytes_per_second'])}/s" for way in ("encode", "decode", "accumulate")
@@ -300,9 +291,8 @@ def bench_script(chosen: argparse.Namespace) -> int:
             raise
         except ValueError as error:
             raise ValueError(f"{chosen.build} {error}") from error
-    table = Table(title=f"{chosen.build}, batch {found['batch']}, {found['steps']} steps in turn")
-    for column in ("", "without", "with SSDTrain", "ratio"):
-        table.add_column(column, justify="left" if not column else "right")
+    title = f"{chosen.build}, batch {found['batch']}, {found['steps']} steps in turn"
+    table = _table(title, "", "without", "with SSDTrain", "ratio")
     low, high = found["step_ratio_interval"]
     table.add_row(
         "forward and backward",
@@ -318,6 +308,11 @@ def bench_script(chosen: argparse.Namespace) -> int:
     table.add_row("waited a step", "", duration_text(found["wait_seconds_per_step"]), "")
     table.add_row("gradients", "", "equal, bit for bit" if found["gradients_equal"] else "differ", "")
     return finish(chosen, found, table, [])
+
+
+def _table(title: str, first: str, *others: str) -> Table:
+    """Return a table of words in the first column and figures in the others."""
+    return Table(first, *(Column(other, justify="right") for other in others), title=title)
 
 
 def finish(chosen: argparse.Namespace, found: dict[str, Any], table: Table, notes: list[str]) -> int:

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 
@@ -37,7 +38,7 @@ from ssdtrain.storage.slab import direct_io_error, open_nameless
 from ssdtrain.text import size_text
 from ssdtrain.tools.cli import network
 from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding, show
-from ssdtrain.tools.cli.options import size
+from ssdtrain.tools.cli.options import command_parser, size
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.cli.versions import OLDEST, TESTED, installed, too_old
 
@@ -127,12 +128,7 @@ def print_findings(chosen: argparse.Namespace, findings: list[tuple[str, Finding
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ssdtrain doctor",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("doctor", __doc__, _EXAMPLES)
     parser.add_argument(
         "directories",
         nargs="*",
@@ -166,21 +162,13 @@ def parser() -> argparse.ArgumentParser:
 
 def software() -> Iterator[Finding]:
     yield Finding("ssdtrain", __version__, GOOD)
-    old = sys.version_info < (3, 10)
-    yield Finding(
-        "python", platform.python_version(), BROKEN if old else GOOD, "3.10 or newer is needed" if old else ""
-    )
+    old = "3.10 or newer is needed" if sys.version_info < (3, 10) else ""
+    yield Finding.judged("python", platform.python_version(), old, BROKEN)
     for package, tested in TESTED.items():
         yield version_finding(package, installed(package), tested)
     numpy = installed("numpy")
-    yield Finding(
-        "numpy",
-        numpy or "not installed",
-        GOOD if numpy else BROKEN,
-        ""
-        if numpy
-        else "pip install numpy: torch.distributed exchanges Python objects between ranks through it",
-    )
+    missing = "pip install numpy: torch.distributed exchanges Python objects between ranks through it"
+    yield Finding.judged("numpy", numpy or "not installed", "" if numpy else missing, BROKEN)
     for package, use in {
         "matplotlib": "plots",
         "zstandard": "lossless codec",
@@ -188,12 +176,8 @@ def software() -> Iterator[Finding]:
         "triton": "GPU kernels",
     }.items():
         found = installed(package)
-        yield Finding(
-            package,
-            found or "not installed",
-            GOOD if found else NOTE,
-            "" if found else f"needed only for {use}",
-        )
+        needed = "" if found else f"needed only for {use}"
+        yield Finding.judged(package, found or "not installed", needed, NOTE)
 
 
 def version_finding(package: str, found: str | None, tested: tuple[str, ...]) -> Finding:
@@ -203,10 +187,9 @@ def version_finding(package: str, found: str | None, tested: tuple[str, ...]) ->
             return Finding(package, "not installed", BROKEN, f"install it; {run_with}")
         return Finding(package, "not installed", NOTE, f"needed only to train with it; {run_with}")
     if too_old(package, found):
-        return Finding(
-            package, found, BROKEN, f"{'.'.join(map(str, OLDEST[package]))} or newer is needed; {run_with}"
-        )
-    return Finding(package, found, GOOD) if found in tested else Finding(package, found, WARNING, run_with)
+        oldest = ".".join(map(str, OLDEST[package]))
+        return Finding(package, found, BROKEN, f"{oldest} or newer is needed; {run_with}")
+    return Finding.judged(package, found, "" if found in tested else run_with)
 
 
 def extensions() -> Iterator[Finding]:
@@ -236,10 +219,9 @@ def hardware() -> Iterator[Finding]:
     state = "unknown"
     if HUGE_PAGES.exists():
         state = HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
-    if state in ("always", "madvise"):
-        yield Finding("huge pages", state, GOOD)
-    else:
-        yield Finding("huge pages", state, WARNING, f"more CPU time per byte: write madvise to {HUGE_PAGES}")
+    used = state in ("always", "madvise")
+    remedy = "" if used else f"more CPU time per byte: write madvise to {HUGE_PAGES}"
+    yield Finding.judged("huge pages", state, remedy)
 
 
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -247,13 +229,6 @@ ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def devices() -> Iterator[Finding]:
-    if installed("torch") is None:
-        return  # `software` has said so.
-    try:
-        import torch
-    except (ImportError, OSError) as error:  # OSError: a shared library of it is missing.
-        yield Finding("torch", f"cannot be imported: {error}", BROKEN, "reinstall torch")
-        return
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
         yield Finding("CUDA", ", ".join(names), GOOD)
@@ -278,7 +253,7 @@ def devices() -> Iterator[Finding]:
                 "all reach each other" if not apart else f"{len(apart)} of {count * (count - 1)} pairs do not"
             )
             remedy = "copies between these go through host memory: see nvidia-smi topo -m" if apart else ""
-            yield Finding("GPU to GPU", found, NOTE if apart else GOOD, remedy)
+            yield Finding.judged("GPU to GPU", found, remedy, NOTE)
         why_not = gpudirect.unavailable()
         yield Finding("GPUDirect", why_not or "can be tried", NOTE if why_not else GOOD)
     else:
@@ -309,13 +284,10 @@ def memlock(limit: int | None) -> Finding:
 
 def open_files(limit: int) -> Finding:
     """Judge the number of descriptors that a process may have, as getrlimit gives it."""
-    if limit == resource.RLIM_INFINITY:
-        return Finding("open files", "unlimited", GOOD)
-    if limit >= FEW_FILES:
-        return Finding("open files", str(limit), GOOD)
-    return Finding(
-        "open files", str(limit), WARNING, f"data loaders and collectives open many: ulimit -n {FEW_FILES}"
-    )
+    unlimited = limit == resource.RLIM_INFINITY
+    few = not unlimited and limit < FEW_FILES
+    remedy = f"data loaders and collectives open many: ulimit -n {FEW_FILES}" if few else ""
+    return Finding.judged("open files", "unlimited" if unlimited else str(limit), remedy)
 
 
 def config_file(file: Path) -> Iterator[Finding]:
@@ -374,8 +346,6 @@ def over_capacity(subject: str, config: Config) -> Iterator[Finding]:
 
 def no_gpudirect() -> str:
     """Why tensors cannot pass between a GPU and the drives here; "" if the probe at start decides."""
-    import torch
-
     if not torch.cuda.is_available():
         return "there is no CUDA device here: run this where training runs"
     return gpudirect.unavailable()
@@ -410,39 +380,25 @@ def drive(directory: Path, measured_bytes: int = 0) -> Iterator[Finding]:
         reason = direct_io_error(descriptor)
     finally:
         os.close(descriptor)
-    memory = behind.filesystem == "tmpfs"
-    yield Finding(
-        f"{subject}: file system",
-        f"{behind.filesystem} on {behind.mount}",
-        WARNING if memory else GOOD,
-        "this is memory, not a drive: use offload.host instead" if memory else "",
-    )
+    memory = "this is memory, not a drive: use offload.host instead" if behind.filesystem == "tmpfs" else ""
+    yield Finding.judged(f"{subject}: file system", f"{behind.filesystem} on {behind.mount}", memory)
     remedy = f"buffered I/O takes several times the CPU time ({reason})" if reason else ""
-    yield Finding(
-        f"{subject}: O_DIRECT", "refused" if reason else "works", WARNING if reason else GOOD, remedy
-    )
+    yield Finding.judged(f"{subject}: O_DIRECT", "refused" if reason else "works", remedy)
     if behind.mount == "/":
         remedy = "a full one stops the system: set offload.capacity, or use a directory on a drive of its own"
         yield Finding(f"{subject}: mount", "the disk of /", WARNING, remedy)
     free = behind.free_bytes()
     full = "" if free >= LITTLE_SPACE else "almost full: free space, or give a directory on another drive"
-    yield Finding(f"{subject}: free space", size_text(free), WARNING if full else GOOD, full)
+    yield Finding.judged(f"{subject}: free space", size_text(free), full)
     if behind.device:
         name = " ".join(part for part in (behind.device, behind.model, size_text(behind.size)) if part)
-        slow = (
-            "the kernel calls it rotational, which some virtual SSDs are called too"
-            if behind.rotational
-            else ""
-        )
-        yield Finding(f"{subject}: drive", name, WARNING if slow else GOOD, slow)
+        slow = "the kernel calls it rotational, which some virtual SSDs are called too"
+        yield Finding.judged(f"{subject}: drive", name, slow if behind.rotational else "")
     smart = behind.smart()
     if smart is not None:
-        worn = smart.percentage_used >= 90
+        worn = "near its rated end" if smart.percentage_used >= 90 else ""
         found = f"{smart.percentage_used}% of its rating used, {size_text(smart.data_bytes_written)} written"
-        yield Finding(
-            f"{subject}: wear", found, WARNING if worn else GOOD, "near its rated end" if worn else ""
-        )
-
+        yield Finding.judged(f"{subject}: wear", found, worn)
     if measured_bytes:
         yield speed(subject, directory, measured_bytes)
 
@@ -455,13 +411,12 @@ def speed(subject: str, directory: Path, nbytes: int) -> Finding:
     try:
         written, read = measure(directory, nbytes)
     except OSError as error:
-        return Finding(
-            f"{subject}: bandwidth", str(error), BROKEN, f"free {size_text(nbytes)} there, or check the drive"
-        )
+        remedy = f"free {size_text(nbytes)} there, or check the drive"
+        return Finding(f"{subject}: bandwidth", str(error), BROKEN, remedy)
     found = f"writes {size_text(written)}/s, reads {size_text(read)}/s"
     slow = written < SLOW_BYTES_PER_SECOND
     remedy = "slow for activations: lower offload.amount, or use a local NVMe SSD" if slow else ""
-    return Finding(f"{subject}: bandwidth", found, WARNING if slow else GOOD, remedy)
+    return Finding.judged(f"{subject}: bandwidth", found, remedy)
 
 
 def measure(directory: Path, nbytes: int) -> tuple[float, float]:

@@ -25,7 +25,7 @@ from rich.table import Table
 from ssdtrain.text import duration_text, size_text
 from ssdtrain.tools.cli import training_command
 from ssdtrain.tools.cli.model_source import ON_FAKE_TENSORS, checked, factory, from_config, is_config
-from ssdtrain.tools.cli.options import add_machine, whole
+from ssdtrain.tools.cli.options import add_machine, command_parser, whole
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.estimate import Estimate, Hardware, estimate
 
@@ -58,9 +58,7 @@ def run(arguments: list[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="ssdtrain estimate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = command_parser("estimate", __doc__)
     made.add_argument(
         "model", help="module:function, file.py:function, the path of a config.json, or a command line"
     )
@@ -109,17 +107,10 @@ def figures(found: Estimate) -> dict[str, Any]:
 def show(found: Estimate, console: Console, drives: bool) -> None:
     values = figures(found)
     console.print(f"gain: {found.gain.sentence()}", highlight=False, soft_wrap=True)
-    table = Table(title=f"microbatch of {found.batch}")
-    for column in ("block", "saved", "inputs", "forward", "action"):
-        table.add_column(column)
+    table = Table("block", "saved", "inputs", "forward", "action", title=f"microbatch of {found.batch}")
     for block, row in zip(found.blocks, values["blocks"], strict=True):
-        table.add_row(
-            block.name,
-            size_text(block.saved),
-            size_text(block.inputs),
-            duration_text(block.forward),
-            row["action"],
-        )
+        sizes = size_text(block.saved), size_text(block.inputs)
+        table.add_row(block.name, *sizes, duration_text(block.forward), row["action"])
     console.print(table)
     console.print(f"saved by a microbatch: {size_text(found.saved)}; model state: {size_text(found.state)}")
     console.print(f"bandwidth needed to offload all of it: {found.bandwidth_for_all / 1e9:.2f} GB/s")

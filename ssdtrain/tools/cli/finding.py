@@ -10,8 +10,6 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["BROKEN", "GOOD", "NOTE", "WARNING", "Finding", "show"]
-
 GOOD, NOTE, WARNING, BROKEN = "ok", "-", "warning", "broken"
 STYLES = {GOOD: "green", NOTE: "dim", WARNING: "yellow", BROKEN: "bold red"}
 WIDE = 120
@@ -27,6 +25,11 @@ class Finding:
     verdict: str
     """ok; "-" for what is missing and need not be there; warning: works, worse than it could; broken: SSDTrain will not run."""
     remedy: str = ""
+
+    @classmethod
+    def judged(cls, subject: str, found: str, trouble: str = "", verdict: str = WARNING) -> Finding:
+        """Return a finding that is good, unless there is `trouble`, which says what to do."""
+        return cls(subject, found, verdict if trouble else GOOD, trouble)
 
 
 def show(findings: Sequence[tuple[str, Finding]], console: Console, *, with_nodes: bool = False) -> None:

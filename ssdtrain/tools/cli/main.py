@@ -75,8 +75,7 @@ def whole_parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(parser_class=cast(Any, own))
     for name, summary in COMMANDS.items():
         module = import_module(f"ssdtrain.tools.cli.{name}")
-        made = getattr(module, "parser", lambda: argparse.ArgumentParser())
-        commands.add_parser(name, help=summary, made=made)
+        commands.add_parser(name, help=summary, made=module.parser)
     return whole
 
 

@@ -13,8 +13,6 @@ import torch
 
 from ssdtrain.config.similar import closest
 
-__all__ = ["ON_FAKE_TENSORS", "checked", "factory", "from_config", "is_config"]
-
 BuildModel = Callable[[int], Any]
 """Takes a number of sequences; returns the model, and a function without arguments that runs its forward and returns the loss."""
 

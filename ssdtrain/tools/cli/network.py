@@ -24,8 +24,6 @@ from ssdtrain.text import duration_text, size_text
 from ssdtrain.tools.cli.finding import BROKEN, GOOD, NOTE, WARNING, Finding
 from ssdtrain.tools.cli.versions import TESTED
 
-__all__ = ["Group", "between_nodes", "by_torchrun", "interfaces", "launched", "same_everywhere", "sees_gpu"]
-
 RANK_TIMEOUT = timedelta(seconds=60)
 """Timeout for connecting ranks and for one message."""
 _PATIENCE = timedelta(hours=2)
@@ -71,7 +69,7 @@ def interfaces() -> Iterator[Finding]:
     remedy = ""
     if len(found) > 1 and not named:
         remedy = "name the fast one on every node: NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME"
-    yield Finding("interfaces", "; ".join(found) or "none but loopback", WARNING if remedy else GOOD, remedy)
+    yield Finding.judged("interfaces", "; ".join(found) or "none but loopback", remedy)
     if chosen:
         yield Finding("interfaces chosen", chosen, GOOD)
 
@@ -194,12 +192,8 @@ def _by_tcp(hosts: Sequence[str]) -> Iterator[Finding]:
             "slow: check which interface is used (NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME), and compress what is sent: "
             'comm {"preset": "balanced"}'
         )
-        yield Finding(
-            f"rank {sender} to {receiver}, {where}",
-            f"{size_text(rate)}/s, {duration_text(latency)} one way, over TCP",
-            WARNING if slow else GOOD,
-            remedy if slow else "",
-        )
+        found = f"{size_text(rate)}/s, {duration_text(latency)} one way, over TCP"
+        yield Finding.judged(f"rank {sender} to {receiver}, {where}", found, remedy if slow else "")
 
 
 def sees_gpu() -> bool:
@@ -216,12 +210,12 @@ def _layout(hosts: Sequence[str]) -> Finding:
     text += ", ".join(f"{count} on {host}" for host, count in counts.items())
     if len(counts) == 1 or max(counts.values()) == 1:
         return Finding("topology", text, GOOD)
-    if grid_of(hosts, True) is None:
-        remedy = (
-            "collectives take one hop: two hops need the same number of ranks on each node, in the same order"
-        )
-        return Finding("topology", text, WARNING, remedy)
-    return Finding("topology", f"{text}; collectives can take two hops", GOOD)
+    if grid_of(hosts, True) is not None:
+        return Finding("topology", f"{text}; collectives can take two hops", GOOD)
+    remedy = (
+        "collectives take one hop: two hops need the same number of ranks on each node, in the same order"
+    )
+    return Finding("topology", text, WARNING, remedy)
 
 
 def _pairs(hosts: Sequence[str]) -> list[tuple[int, int]]:
@@ -285,12 +279,8 @@ def _nccl(group: Group, hosts: Sequence[str]) -> Finding:
     remedy = (
         "slow: NCCL_DEBUG=INFO says which network NCCL has found; check NCCL_IB_HCA and NCCL_SOCKET_IFNAME"
     )
-    return Finding(
-        BY_NCCL,
-        f"{size_text(rate)}/s per GPU in an all-reduce of {size_text(_MEASURED)}",
-        WARNING if slow else GOOD,
-        remedy if slow else "",
-    )
+    found = f"{size_text(rate)}/s per GPU in an all-reduce of {size_text(_MEASURED)}"
+    return Finding.judged(BY_NCCL, found, remedy if slow else "")
 
 
 def _gpu() -> float:

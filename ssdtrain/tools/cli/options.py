@@ -11,9 +11,20 @@ from ssdtrain.config.units import GiB, parse_size
 from ssdtrain.text import size_text
 from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_rate, parse_ssds
 
-__all__ = ["add_machine", "given", "number", "rate", "size", "whole"]
+__all__ = ["add_machine", "command_parser", "given", "number", "rate", "size", "whole"]
 
 T = TypeVar("T")
+F = TypeVar("F", int, float)
+
+
+def command_parser(command: str, description: str | None, examples: str = "") -> argparse.ArgumentParser:
+    """Make the parser of a command, whose description and examples are shown as they are written."""
+    return argparse.ArgumentParser(
+        prog=f"ssdtrain {command}",
+        description=description,
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def given(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -28,6 +39,27 @@ def given(parse: Callable[[str], T]) -> Callable[[str], T]:
     return converted
 
 
+def _figure(
+    convert: Callable[[str], F], what: str, allowed: str, zero: bool, most: float
+) -> Callable[[str], F]:
+    def parse(text: str) -> F:
+        try:
+            found = convert(text)
+        except ValueError:
+            raise InvalidValue(f"is not {what}", allowed) from None
+        if isinstance(found, float) and not math.isfinite(found):
+            raise InvalidValue("is not finite", allowed)
+        if found < 0:
+            raise InvalidValue("is negative", allowed)
+        if not found and not zero:
+            raise InvalidValue("is 0", allowed)
+        if found > most:
+            raise InvalidValue(f"is above {most:g}", allowed)
+        return found
+
+    return given(parse)
+
+
 def number(allowed: str, *, zero: bool = True, most: float = math.inf) -> Callable[[str], float]:
     """An argparse type: a finite number that is not negative.
 
@@ -36,43 +68,14 @@ def number(allowed: str, *, zero: bool = True, most: float = math.inf) -> Callab
         zero: 0 is allowed.
         most: the largest value that is allowed.
     """
-
-    def parse(text: str) -> float:
-        try:
-            found = float(text)
-        except ValueError:
-            raise InvalidValue("is not a number", allowed) from None
-        if not math.isfinite(found):
-            raise InvalidValue("is not finite", allowed)
-        _check(found, allowed, zero)
-        if found > most:
-            raise InvalidValue(f"is above {most:g}", allowed)
-        return found
-
-    return given(parse)
+    return _figure(float, "a number", allowed, zero, most)
 
 
 def whole(
-    allowed: str = "a whole number above 0", *, zero: bool = False, most: int | None = None
+    allowed: str = "a whole number above 0", *, zero: bool = False, most: float = math.inf
 ) -> Callable[[str], int]:
-    """An argparse type: a whole number above 0, or with `zero` 0 too.
-
-    Args:
-        allowed: ends the error.
-        most: the largest value that is allowed; None: any.
-    """
-
-    def parse(text: str) -> int:
-        try:
-            found = int(text)
-        except ValueError:
-            raise InvalidValue("is not a whole number", allowed) from None
-        _check(found, allowed, zero)
-        if most is not None and found > most:
-            raise InvalidValue(f"is above {most}", allowed)
-        return found
-
-    return given(parse)
+    """An argparse type: a whole number above 0, or with `zero` 0 too. The arguments are those of `number`."""
+    return _figure(int, "a whole number", allowed, zero, most)
 
 
 def size(least: int) -> Callable[[str], int]:
@@ -95,19 +98,23 @@ def rate(text: str) -> float:
     return found
 
 
-def add_machine(parser: argparse.ArgumentParser, node: int | None) -> None:
+def add_machine(parser: argparse._ActionsContainer, node: int | None) -> None:
     """Add --gpu, --ssd, --gpus-per-node, --reserve, --efficiency and --json.
 
     Args:
         node: default of --gpus-per-node.
     """
     parser.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
-    parser.add_argument("--ssd", type=given(parse_ssds), help='drives of a node: "4 x 7GB/s"')
+    parser.add_argument(
+        "--ssd",
+        type=given(parse_ssds),
+        help='drives of a node: "4 x 7GB/s", "2 x 7GB/s, write 5GB/s, 3.84TB, 1 DWPD"',
+    )
     parser.add_argument(
         "--gpus-per-node",
         type=whole(),
         default=node,
-        help="GPUs of a node, which share its drives; default: 8",
+        help="GPUs of a node, which share its drives and host memory; default: 8",
     )
     parser.add_argument(
         "--reserve",
@@ -122,10 +129,3 @@ def add_machine(parser: argparse.ArgumentParser, node: int | None) -> None:
         help="achieved share of the GPU's peak FLOP rate; default: 0.5",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
-
-
-def _check(found: float, allowed: str, zero: bool) -> None:
-    if found < 0:
-        raise InvalidValue("is negative", allowed)
-    if not found and not zero:
-        raise InvalidValue("is 0", allowed)

@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.config.units import GiB, parse_size
+from ssdtrain.config.units import parse_size
 from ssdtrain.planner.plans import Limits, NoPlan, Objective
 from ssdtrain.text import YEAR_SECONDS, duration_text, size_text
-from ssdtrain.tools.cli.options import given, number, rate, whole
+from ssdtrain.tools.cli.options import add_machine, command_parser, given, number, rate, whole
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.apply import apply_to_file, launch_flags
 from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, replanned
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures, rows, with_more
 from ssdtrain.tools.whatif.gain import Gain, gain_of
-from ssdtrain.tools.whatif.hardware import GPUS, find_gpu, parse_ssds
+from ssdtrain.tools.whatif.hardware import parse_ssds
 from ssdtrain.tools.whatif.layouts import choose_layout
 from ssdtrain.tools.whatif.models import FAMILIES, ParallelLayout, Transformer
 from ssdtrain.tools.whatif.prices import Prices
@@ -50,14 +50,8 @@ def run(arguments: list[str]) -> int:
                 note("layouts")
                 one = 1 if chosen.apply else None  # of a DeepSpeed config data parallelism alone can be said
                 tp, pp = chosen.tp or one, chosen.pp or one
-                fixed = {
-                    "tp": tp,
-                    "pp": pp,
-                    "dp": chosen.dp,
-                    "zero": chosen.zero,
-                    "microbatch": chosen.microbatch or None,
-                }
-                layout = choose_layout(job, chosen.gpus, **fixed)
+                sizes = {"tp": tp, "pp": pp, "dp": chosen.dp, "zero": chosen.zero}
+                layout = choose_layout(job, chosen.gpus, microbatch=chosen.microbatch or None, **sizes)
                 job = layout.job
             goal = goal_of(chosen, job, prices)
             if chosen.microbatch:
@@ -76,11 +70,9 @@ def run(arguments: list[str]) -> int:
         flags = launch_flags(plan, chosen.directory) if chosen.print_flags else []
         if chosen.apply is not None:
             apply_to_file(plan, chosen.apply, chosen.directory)
-    except InvalidValue as error:
-        print(f"ssdtrain plan: the job {error}", file=sys.stderr)
-        return 1
-    except NoPlan as error:
-        print(f"ssdtrain plan: {error}", file=sys.stderr)
+    except (InvalidValue, NoPlan) as error:
+        what = "the job " if isinstance(error, InvalidValue) else ""
+        print(f"ssdtrain plan: {what}{error}", file=sys.stderr)
         return 1
     if chosen.print_flags:
         print(" ".join(flags))
@@ -127,9 +119,7 @@ def goal_of(chosen: Any, job: ClusterJob, prices: Prices | None) -> PlanQuestion
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="ssdtrain plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    made = command_parser("plan", __doc__)
     model = made.add_argument_group("model")
     model.add_argument("--model", choices=FAMILIES, required=True, help="family of transformers")
     model.add_argument("--hidden", type=whole(), required=True, help="width")
@@ -185,12 +175,7 @@ def parser() -> argparse.ArgumentParser:
         help="sequences; default: the one with the most tokens a second",
     )
     machine = made.add_argument_group("machine")
-    machine.add_argument("--gpu", type=given(find_gpu), required=True, help=", ".join(GPUS))
-    machine.add_argument(
-        "--ssd",
-        type=given(parse_ssds),
-        help='drives of a node: "4 x 7GB/s", "2 x 7GB/s, write 5GB/s, 3.84TB, 1 DWPD"',
-    )
+    add_machine(machine, 8)
     machine.add_argument(
         "--host",
         type=given(parse_size),
@@ -212,25 +197,7 @@ def parser() -> argparse.ArgumentParser:
         "device runs it",
     )
     machine.add_argument(
-        "--gpus-per-node",
-        type=whole(),
-        default=8,
-        help="GPUs of a node, which share its drives and host memory; default: 8",
-    )
-    machine.add_argument(
         "--network", type=rate, default=50e9, help="bandwidth of each GPU to other nodes; default: 400Gbit/s"
-    )
-    machine.add_argument(
-        "--reserve",
-        type=given(parse_size),
-        default=4 * GiB,
-        help="device memory that is neither model state nor activations; default: 4GiB",
-    )
-    machine.add_argument(
-        "--efficiency",
-        type=number("above 0, at most 1", zero=False, most=1),
-        default=0.5,
-        help="achieved share of the GPU's peak FLOP rate; default: 0.5",
     )
     machine.add_argument(
         "--gradient-bytes",
@@ -286,7 +253,6 @@ def parser() -> argparse.ArgumentParser:
         "--print-flags", action="store_true", help="print Megatron-LM's flags for the plan, and nothing else"
     )
     made.add_argument("--directory", help="on the drives, for --apply and --print-flags where they need one")
-    made.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     return made
 
 
@@ -347,13 +313,8 @@ def alternatives(
             seconds: float | None = replanned(plan, job, *goal[:2], BRIEF).step_seconds
         except (NoPlan, InvalidValue):
             seconds = None
-        found.append(
-            {
-                "what": name,
-                "step_seconds": seconds,
-                "speedup": plan.step_seconds / seconds if seconds else None,
-            }
-        )
+        speedup = plan.step_seconds / seconds if seconds else None
+        found.append({"what": name, "step_seconds": seconds, "speedup": speedup})
     return found
 
 
@@ -376,11 +337,9 @@ def show(
             highlight=False,
             soft_wrap=True,
         )
-    table = Table(
-        title=f"{job.model.family}, {found['parameters'] / 1e9:.3g}B parameters on {job.layout.ranks} x {job.gpu.name}"
-    )
-    table.add_column("figure")
-    table.add_column("predicted", justify="right")
+    parameters = f"{found['parameters'] / 1e9:.3g}B parameters"
+    title = f"{job.model.family}, {parameters} on {job.layout.ranks} x {job.gpu.name}"
+    table = Table("figure", Column("predicted", justify="right"), title=title)
     for name, value in summary(plan, found):
         table.add_row(name, value)
     for key, cost in costs.items():
@@ -393,9 +352,7 @@ def show(
         console.print(
             f"{which}: microbatches alive at once: {stage.alive}, activations {used}", highlight=False
         )
-        table = Table()
-        for column in ("blocks", "action", "saved by each", "why"):
-            table.add_column(column)
+        table = Table("blocks", "action", "saved by each", "why")
         for row in rows(stage):
             table.add_row(row.blocks, row.action, size_text(row.saved), row.reason)
         console.print(table)

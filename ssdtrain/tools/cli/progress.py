@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["progress"]
-
 
 @contextmanager
 def progress(what: str, shown: bool = True) -> Iterator[Callable[[str], None]]:

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from ssdtrain.output_files import replace_file
+from ssdtrain.tools.cli.options import command_parser
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.report.exports import merge_traces, write_prometheus
 from ssdtrain.tools.report.figures import compared
@@ -23,28 +24,21 @@ def run(arguments: list[str]) -> int:
     """Returns the exit status: 0; 1 if there is nothing to report or a file cannot be written."""
     made = parser()
     chosen = made.parse_args(arguments)
-    other = next((name for name in ("prometheus", "trace") if getattr(chosen, name) is not None), "")
-    if other and chosen.output is not None:
-        made.error(f"--output is the file of the page, which --{other} does not write")
-    if other and chosen.against is not None:
-        made.error(f"--against is for the page, which --{other} does not write")
+    for other in ("prometheus", "trace"):
+        for option, what in (("output", "the file of"), ("against", "for")):
+            if getattr(chosen, other) is not None and getattr(chosen, option) is not None:
+                made.error(f"--{option} is {what} the page, which --{other} does not write")
     try:
         return _write(chosen)
-    except PermissionError as error:
-        print(f"ssdtrain report: {error}: give a file that this user can write (--help)", file=sys.stderr)
-        return 1
     except (OSError, ValueError) as error:
-        print(f"ssdtrain report: {error}", file=sys.stderr)
+        denied = isinstance(error, PermissionError)
+        remedy = ": give a file that this user can write (--help)" if denied else ""
+        print(f"ssdtrain report: {error}{remedy}", file=sys.stderr)
         return 1
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ssdtrain report",
-        description=__doc__,
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("report", __doc__, _EXAMPLES)
     parser.add_argument(
         "directory",
         type=Path,

@@ -23,8 +23,6 @@ from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures
 from ssdtrain.tools.whatif.gain import gain_of
 
-__all__ = ["reader", "run"]
-
 READERS = ("ssdtrain.tools.whatif.megatron_command",)
 """Modules of adapters, each with `takes(words)` and `read(words, environment, gpu, **machine)`."""
 
@@ -53,20 +51,12 @@ def run(reader: Any, arguments: Sequence[str]) -> int:
             made.error(
                 f"{word} is for a function or a config.json; a command line has flags of its own for it"
             )
+    machine = {"node": chosen.gpus_per_node, "ssds": chosen.ssd}
+    machine |= {"reserve": chosen.reserve, "efficiency": chosen.efficiency}
     try:
-        found = reader.read(
-            words,
-            os.environ,
-            chosen.gpu,
-            node=chosen.gpus_per_node,
-            ssds=chosen.ssd,
-            reserve=chosen.reserve,
-            efficiency=chosen.efficiency,
-        )
-    except InvalidValue as error:
-        made.error(f"the command line {error}")
-    except ConfigError as error:
-        made.error(str(error))
+        found = reader.read(words, os.environ, chosen.gpu, **machine)
+    except (InvalidValue, ConfigError) as error:
+        made.error(f"{'the command line ' if isinstance(error, InvalidValue) else ''}{error}")
     return predict(found, chosen.json)
 
 

@@ -11,8 +11,6 @@ from html import escape
 from ssdtrain.config.units import GiB, KiB, MiB, TiB
 from ssdtrain.metrics import Unit
 
-__all__ = ["Bar", "ChartLine", "bar_chart", "line_chart"]
-
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 62, 14, 14, 40
 MOST_POINTS = 400
@@ -79,7 +77,10 @@ def line_chart(lines: Sequence[ChartLine], unit: Unit, what: str, *, from_zero: 
             {
                 "label": line.label,
                 "colour": line.colour % 8,
-                "values": [_short(line.points.get(step), scale) for step in steps],
+                "values": [
+                    float(f"{line.points[step] / scale:.4g}") if step in line.points else None
+                    for step in steps
+                ],
             }
             for line in drawn
         ],
@@ -189,10 +190,6 @@ def _path(points: Mapping[int, float], x: _Axis, y: _Axis, scale: float) -> str:
     if len(places) == 1:  # a line needs two ends to be seen
         places.append(places[0])
     return "M" + " L".join(places)
-
-
-def _short(value: float | None, scale: float) -> float | None:
-    return None if value is None else float(f"{value / scale:.4g}")
 
 
 def _legend(lines: Sequence[ChartLine]) -> str:

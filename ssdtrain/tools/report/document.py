@@ -13,8 +13,6 @@ from pathlib import Path
 import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's metrics
 from ssdtrain.metrics import MetricSet
 
-__all__ = ["document"]
-
 _INTRODUCTION = """\
 # Metrics
 

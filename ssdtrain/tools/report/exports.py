@@ -14,8 +14,6 @@ from typing import Any
 from ssdtrain.output_files import replace_file
 from ssdtrain.tools.report.run import JournaledRun, RankJournal, declared_metric
 
-__all__ = ["merge_traces", "prometheus", "write_prometheus"]
-
 LOGGED = "ssdtrain_logged"
 """Name of all values that SSDTrain does not declare."""
 
@@ -39,7 +37,7 @@ def prometheus(run: JournaledRun) -> str:
         exposed += "_total" if cumulative else ""
         lines = samples.setdefault(exposed, [f"# TYPE {exposed} {'counter' if cumulative else 'gauge'}"])
         for journal in run.journals:
-            value = journal.totals.get(name) if cumulative else _last(journal, name)
+            value = journal.totals.get(name) if cumulative else journal.last(name)
             if value is not None:
                 lines.append(f"{exposed}{_labels(run, journal, labels)} {value!r}")
     steps = ["# TYPE ssdtrain_steps_total counter"]
@@ -56,11 +54,6 @@ def write_prometheus(run: JournaledRun, file: Path) -> None:
     with replace_file(file) as stream:
         os.fchmod(stream.fileno(), 0o644)  # a collector is another user
         stream.write(prometheus(run).encode())
-
-
-def _last(journal: RankJournal, name: str) -> float | None:
-    values = journal.values(name)
-    return values[-1] if values else None
 
 
 def _labels(run: JournaledRun, journal: RankJournal, more: dict[str, str]) -> str:

@@ -5,22 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 
-from ssdtrain.metrics import Reduce, Unit
+from ssdtrain.metrics import Reduce
 from ssdtrain.text import duration_text, size_text
 from ssdtrain.tools.report.run import JournaledRun, ModuleUse, RankJournal, declared_metric, metric_named
-
-__all__ = [
-    "TILES",
-    "Tile",
-    "compared",
-    "metric_rows",
-    "module_rows",
-    "per_step",
-    "rank_rows",
-    "traffic_rows",
-    "waited_share",
-]
 
 WAITS = ("store_wait_seconds", "load_wait_seconds")
 
@@ -51,7 +40,7 @@ def per_step(run: JournaledRun, name: str) -> float | None:
 
 def _peak(run: JournaledRun, name: str) -> float | None:
     """The largest of all ranks at the end: since the plan that is followed began, which is the peak of the log and the table."""
-    return max((values[-1] for journal in run.journals if (values := journal.values(name))), default=None)
+    return max((v for journal in run.journals if (v := journal.last(name)) is not None), default=None)
 
 
 def compared(run: JournaledRun, other: JournaledRun) -> list[str]:
@@ -105,22 +94,11 @@ def _step_time(run: JournaledRun) -> float | None:
 
 
 def _wire_share(run: JournaledRun) -> float | None:
-    raw = sum(run.total(f"comm/{dimension}/raw_bytes") for dimension in run.dimensions())
-    return (
-        sum(run.total(f"comm/{dimension}/wire_bytes") for dimension in run.dimensions()) / raw
-        if raw
-        else None
+    raw, wire = (
+        sum(run.total(f"comm/{dimension}/{name}") for dimension in run.dimensions())
+        for name in ("raw_bytes", "wire_bytes")
     )
-
-
-def _life(run: JournaledRun) -> float | None:
-    found = run.over_ranks("ssd_life_seconds")
-    return found[max(found)] if found else None
-
-
-def _loss(run: JournaledRun) -> float | None:
-    found = run.over_ranks("loss")
-    return found[max(found)] if found else None
+    return wire / raw if raw else None
 
 
 def _without(run: JournaledRun) -> str:
@@ -142,12 +120,7 @@ def _percent(value: float) -> str:
 TILES = (
     Tile("Activation peak", lambda run: _peak(run, "activation_peak_bytes"), size_text, _without),
     Tile("Step time", _step_time, duration_text, lambda run: f"median of {len(run.steps)} steps"),
-    Tile(
-        "Waited for tiers",
-        _waited,
-        _percent,
-        lambda run: "of step time, by the rank that waits most",
-    ),
+    Tile("Waited for tiers", _waited, _percent, lambda run: "of step time, by the rank that waits most"),
     Tile(
         "To SSD per step",
         lambda run: per_step(run, "ssd_bytes_written") if run.has("ssd_bytes_written") else None,
@@ -156,35 +129,46 @@ TILES = (
     ),
     Tile(
         "SSD life",
-        _life,
+        lambda run: run.last("ssd_life_seconds"),
         duration_text,
         lambda run: "at this rate, the first drive",
         less_is_better=False,
     ),
     Tile("Traffic sent", _wire_share, _percent, lambda run: "of " + ", ".join(run.dimensions())),
-    Tile("Loss", _loss, lambda value: f"{value:.4f}"),
+    Tile("Loss", lambda run: run.last("loss"), lambda value: f"{value:.4f}"),
 )
 
 
 def rank_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table of ranks."""
+    mean, median = statistics.fmean, statistics.median
     columns: list[tuple[str, Callable[[RankJournal], str]]] = [
         ("steps", lambda j: str(len(j.by_step))),
-        ("step time, median", lambda j: _median(j, "step_seconds")),
-        ("activation peak", lambda j: _last(j, "activation_peak_bytes")),
-        ("without SSDTrain", lambda j: _last(j, "unoffloaded_peak_bytes")),
-        ("saved / step", lambda j: _mean(j, "saved_bytes")),
-        ("to SSD / step", lambda j: _mean(j, "ssd_bytes_written")),
-        ("to host memory / step", lambda j: _mean(j, "host_bytes_written")),
-        ("waited for stores", lambda j: _sum(j, "store_wait_seconds")),
-        ("waited for loads", lambda j: _sum(j, "load_wait_seconds")),
+        ("step time, median", lambda j: _text(j, "step_seconds", median)),
+        ("activation peak", lambda j: _text(j, "activation_peak_bytes")),
+        ("without SSDTrain", lambda j: _text(j, "unoffloaded_peak_bytes")),
+        ("saved / step", lambda j: _text(j, "saved_bytes", mean)),
+        ("to SSD / step", lambda j: _text(j, "ssd_bytes_written", mean)),
+        ("to host memory / step", lambda j: _text(j, "host_bytes_written", mean)),
+        ("waited for stores", lambda j: _total(j, "store_wait_seconds")),
+        ("waited for loads", lambda j: _total(j, "load_wait_seconds")),
         ("waited, of step time", lambda j: _percent(waited_share(j))),
-        ("SSD life", lambda j: _last(j, "ssd_life_seconds")),
+        ("SSD life", lambda j: _text(j, "ssd_life_seconds")),
     ]
     rows = [[journal.label, *(text(journal) for _, text in columns)] for journal in run.journals]
     kept = [0] + [i + 1 for i in range(len(columns)) if any(row[i + 1] not in ("", "0 B") for row in rows)]
     heads = ["", *(head for head, _ in columns)]
     return [heads[i] for i in kept], [[row[i] for i in kept] for row in rows]
+
+
+def _text(journal: RankJournal, name: str, figure: Callable[[list[float]], float] = itemgetter(-1)) -> str:
+    """Return a figure of the values of a rank, by default the last one, with its unit; "" without values."""
+    values = journal.values(name)
+    return metric_named(name).unit.text(figure(values)) if values else ""
+
+
+def _total(journal: RankJournal, name: str) -> str:
+    return metric_named(name).unit.text(journal.totals[name]) if name in journal.totals else ""
 
 
 def traffic_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
@@ -195,36 +179,16 @@ def traffic_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
         calls, compressed = run.total(f"comm/{name}/calls"), run.total(f"comm/{name}/compressed")
         means = [per_step(run, f"comm/{name}/{part}") or 0.0 for part in ("raw_bytes", "wire_bytes")]
         waits = [duration_text(run.total(f"comm/{name}/{part}_seconds")) for part in ("codec", "wait")]
-        rows.append(
-            [
-                name,
-                *map(size_text, means),
-                f"x{sent / raw:.3f}" if raw else "",
-                f"{compressed / calls:.0%}" if calls else "",
-                *waits,
-            ]
-        )
-    return [
-        "dimension",
-        "uncompressed",
-        "sent",
-        "ratio",
-        "calls compressed",
-        "codec",
-        "waited",
-    ], rows
+        ratios = f"x{sent / raw:.3f}" if raw else "", f"{compressed / calls:.0%}" if calls else ""
+        rows.append([name, *map(size_text, means), *ratios, *waits])
+    return ["dimension", "uncompressed", "sent", "ratio", "calls compressed", "codec", "waited"], rows
 
 
 def module_rows(modules: Mapping[str, ModuleUse]) -> tuple[list[str], list[list[str]]]:
     """Heads and rows of the table of modules."""
     rows = [
-        [
-            name,
-            size_text(used.offloaded_bytes),
-            size_text(used.kept_bytes),
-            duration_text(used.load_wait_seconds),
-        ]
-        for name, used in modules.items()
+        [name, size_text(u.offloaded_bytes), size_text(u.kept_bytes), duration_text(u.load_wait_seconds)]
+        for name, u in modules.items()
     ]
     return ["module", "offloaded", "kept", "waited for loads"], rows
 
@@ -242,26 +206,3 @@ def metric_rows(run: JournaledRun) -> tuple[list[str], list[list[str]]]:
         texts = [metric.unit.text(value) for value in (statistics.fmean(values), max(values), values[-1])]
         rows.append([name, how, total, *texts])
     return ["value", "over ranks", "total", "mean / step", "highest step", "last step"], rows
-
-
-def _mean(journal: RankJournal, name: str) -> str:
-    values = journal.values(name)
-    return _unit(name).text(statistics.fmean(values)) if values else ""
-
-
-def _median(journal: RankJournal, name: str) -> str:
-    values = journal.values(name)
-    return _unit(name).text(statistics.median(values)) if values else ""
-
-
-def _last(journal: RankJournal, name: str) -> str:
-    values = journal.values(name)
-    return _unit(name).text(values[-1]) if values else ""
-
-
-def _sum(journal: RankJournal, name: str) -> str:
-    return _unit(name).text(journal.totals[name]) if name in journal.totals else ""
-
-
-def _unit(name: str) -> Unit:
-    return metric_named(name).unit

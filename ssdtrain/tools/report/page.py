@@ -22,8 +22,6 @@ from ssdtrain.tools.report.figures import (
 )
 from ssdtrain.tools.report.run import JournaledRun, metric_named
 
-__all__ = ["page"]
-
 _STYLE = files("ssdtrain.tools.report").joinpath("report.css").read_text()
 _SCRIPT = files("ssdtrain.tools.report").joinpath("report.js").read_text()
 MOST_RANKS = 8  # drawn one by one; more are drawn as their highest, median and lowest
@@ -49,7 +47,7 @@ def page(run: JournaledRun, against: JournaledRun | None = None) -> str:
         _loss(run, against),
         _decisions(run),
         _table("Ranks", "Memory and bytes of each process; waits are totals.", rank_rows(run)),
-        _all_metrics(run),
+        _folded("All values", metric_rows(run)),
     ]
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -293,10 +291,10 @@ def _comparison(run: JournaledRun, against: JournaledRun) -> str:
         texts = ["" if value is None else unit.text(value) for value in both]
         ratio = f"x{both[0] / both[1]:.3f}" if both[0] is not None and both[1] else ""
         rows.append([name, *texts, ratio])
-    table = _rows((["value", run.name, against.name, "ratio"], rows))
-    body = f"<details><summary>Comparison of all values, mean per step</summary>{table}</details>"
-    return f'<section class="card wide">{body}</section>'
+    return _folded(
+        "Comparison of all values, mean per step", (["value", run.name, against.name, "ratio"], rows)
+    )
 
 
-def _all_metrics(run: JournaledRun) -> str:
-    return f'<section class="card wide"><details><summary>All values</summary>{_rows(metric_rows(run))}</details></section>'
+def _folded(title: str, table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
+    return f'<section class="card wide"><details><summary>{title}</summary>{_rows(table)}</details></section>'

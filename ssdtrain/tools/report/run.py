@@ -13,8 +13,6 @@ import ssdtrain.telemetry.totals  # noqa: F401 - and with it every feature's met
 from ssdtrain.metrics import Metric, MetricSet, Reduce, Unit
 from ssdtrain.telemetry.lines import read_lines
 
-__all__ = ["JournaledRun", "ModuleUse", "NoJournals", "RankJournal", "declared_metric", "metric_named"]
-
 _FILE = re.compile(r"rank-(\d{1,9})(?:\.(\d{1,9}))?\.jsonl")
 _LARGEST = 1e200
 """Largest size of a value: means and axes of larger ones do not fit into a float."""
@@ -86,6 +84,11 @@ class RankJournal:
     def values(self, name: str) -> list[float]:
         """Return the values in order of step number; steps without this value are left out."""
         return [record[name] for _, record in sorted(self.by_step.items()) if name in record]
+
+    def last(self, name: str) -> float | None:
+        """Return the value of the last step that has it; None: no step has."""
+        values = self.values(name)
+        return values[-1] if values else None
 
     def add(self, record: dict[str, Any]) -> None:
         """One line of the journal."""
@@ -174,6 +177,11 @@ class JournaledRun:
                 if name in record:
                     found.setdefault(step, []).append(record[name])
         return {step: reduce(found[step]) for step in sorted(found)}
+
+    def last(self, name: str) -> float | None:
+        """Return the last of `over_ranks`; None: no step has it."""
+        found = self.over_ranks(name)
+        return found[max(found)] if found else None
 
     def total(self, name: str) -> float:
         """Return the total of all lines, over ranks as the metric is declared."""
