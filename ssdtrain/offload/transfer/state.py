@@ -212,7 +212,8 @@ class TransferState:
     def drop_loaded(self) -> None:
         """Let go of what came back; tensors that were handed out own its memory."""
         self.loaded = self.payload = self.load_event = self.decoding = None
-        self.drop_target()
+        if self.target is not None:
+            self.drop_target()
 
     def drop_target(self) -> None:
         """Give up the device memory that was reserved, or that tensors which were handed out own."""
