@@ -104,6 +104,7 @@ class StateStreaming:
         left = running.now
         if gradients:
             if self._server is not None and len(self._written) >= STAGED:
+                running.flush()  # what is deferred stands in line before it
                 left = max(left, self._server.finish(self._written.popleft()))
             if self._link is not None:
                 left = max(left, running.store_link_free) + gradients / self._link.to_host
