@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.model.types import Choice, StepTimeline, one_forward_one_backward
@@ -27,6 +27,7 @@ from ssdtrain.tools.whatif.units import in_units
 __all__ = [
     "BRIEF",
     "ClusterPlan",
+    "FailedPlacements",
     "Stage",
     "best_plan",
     "plan_job",
@@ -46,6 +47,10 @@ NEARLY = 0.99
 
 NEAR = 1.1
 """Ratio of the smallest peak to the device's limit up to which layers taken together may be why there is no plan."""
+
+
+FailedPlacements = dict[tuple[bool, int, int], tuple[int, NoPlan]]
+"""The smallest microbatch for which a stage has no plan with so many blocks' state that stays and so many buffers, and why."""
 
 
 @dataclass(frozen=True)
@@ -192,6 +197,7 @@ def plan_job(
     objective: Objective | None = None,
     slowdown: float | None = None,
     effort: float = 1.0,
+    failed: FailedPlacements | None = None,
 ) -> ClusterPlan:
     """The best plan at one microbatch size.
 
@@ -200,6 +206,7 @@ def plan_job(
         slowdown: of a microbatch over keeping everything, minus 1, at most; in place of `limits.seconds`. It counts from the
             placement of model state where that takes the least time, of those that leave room for activations.
         effort: see `search`.
+        failed: of questions with as much time for a sequence; larger microbatches are not tried there, and it is added to.
 
     Raises:
         NoPlan: activations do not fit, whatever is done.
@@ -212,7 +219,8 @@ def plan_job(
             "a multiple",
         )
     given, objective = limits or Limits(), objective or Objective()
-    stages = [_plan_stage(job, microbatch, last, given, objective, slowdown, effort) for last in job.ends]
+    question = given, objective, slowdown, effort, {} if failed is None else failed
+    stages = [_plan_stage(job, microbatch, last, *question) for last in job.ends]
     return ClusterPlan(job, microbatch, stages)
 
 
@@ -428,11 +436,12 @@ def _plan_stage(
     objective: Objective,
     slowdown: float | None,
     effort: float,
+    without: FailedPlacements,
 ) -> Stage:
     """The best plan of all placements of model state. Brief searches compare them; full ones where these find no plan."""
     if effort > BRIEF:
         try:
-            found = _plan_stage(job, microbatch, last, limits, objective, slowdown, BRIEF)
+            found = _plan_stage(job, microbatch, last, limits, objective, slowdown, BRIEF, without)
         except NoPlan:
             pass
         else:
@@ -450,9 +459,13 @@ def _plan_stage(
             allowed = (1 + slowdown) * fastest / one.kept - 1
             if allowed < 0:
                 break
+        key = last, one.place.persistent, one.place.buffers
         try:
+            if key in without and without[key][0] < microbatch:
+                raise without[key][1]
             stage = _search_stage(one, limits, objective, allowed, effort)
         except NoPlan as error:
+            without[key] = min(without.get(key, (microbatch, error)), (microbatch, error), key=itemgetter(0))
             if error.too_slow and fastest is None:
                 fastest = one.kept
             if failed is None or error.nearer_than(failed):
