@@ -329,6 +329,12 @@ class _Candidate:
         """Seconds with everything kept."""
         return self.uniform("keep").seconds
 
+    @property
+    def least_peak(self) -> int:
+        """Bytes that no plan's peak is below: what is there while one block's backward runs, or a part's."""
+        parts = (part for block in self.problem.blocks for part in block.parts or (block,))
+        return max(part.saved + part.small + part.fixed + part.backward_transient for part in parts)
+
     def uniform(self, action: str) -> Plan:
         """The plan that does the same with every block that is decided about."""
         if action not in self._played:
@@ -425,6 +431,9 @@ def _search_stage(
     within = Limits(one.budget, written, seconds if slowdown is None else (1 + slowdown) * one.kept)
     if effort <= BRIEF and seconds is not None and slowdown is None and one.kept > seconds * (1 + 1e-9):
         raise NoPlan(one.uniform("keep"), within, one.problem.blocks)  # nothing is faster than keeping
+    if one.least_peak > one.budget:
+        smallest = min(map(one.uniform, one.problem.actions), key=attrgetter("peak"))
+        raise NoPlan(smallest, within, one.problem.blocks)
     return one.stage(searched(one.problem, within, objective, effort=effort, known=known), slowdown)
 
 
