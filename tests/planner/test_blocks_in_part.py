@@ -24,11 +24,11 @@ from ssdtrain.planner.execute import BlockPolicy, PlannedRegion
 from ssdtrain.planner.explain import plan_table
 from ssdtrain.planner.finder import Goal, PlanFinder
 from ssdtrain.planner.joint import StateCosts
+from ssdtrain.planner.measured_blocks import MeasuredBlock
+from ssdtrain.planner.measured_blocks import problem_of as measured_problem
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.parts import cut_blocks
 from ssdtrain.planner.plans import Limits, Objective, SearchProblem, actions_for, in_part, kept_step, play
-from ssdtrain.planner.profile import MeasuredBlock
-from ssdtrain.planner.profile import problem_of as measured_problem
 from ssdtrain.planner.search import search
 from ssdtrain.profile.modules import Running
 from ssdtrain.state.plan import StateChunk
