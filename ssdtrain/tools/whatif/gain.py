@@ -9,8 +9,9 @@ from typing import Any
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Limits, NoPlan, Objective
-from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, FailedPlacements, plan_job, uniform_plan
+from ssdtrain.tools.whatif.cluster import BRIEF, FailedPlacements, plan_job, uniform_plan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.hardware import Ssds, parse_ssds
 
 __all__ = ["RECOMPUTATION", "SAME_SPEED", "Gain", "Largest", "Trial", "gain_of", "largest", "more_drives"]

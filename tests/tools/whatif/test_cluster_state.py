@@ -10,7 +10,6 @@ from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProble
 from ssdtrain.tools.whatif import cluster
 from ssdtrain.tools.whatif.cluster import (
     BRIEF,
-    ClusterPlan,
     best_plan,
     plan_job,
     problem_of,
@@ -18,6 +17,7 @@ from ssdtrain.tools.whatif.cluster import (
     searched,
 )
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.cluster_state import placements
 from ssdtrain.tools.whatif.hardware import find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import ParallelLayout, Transformer

@@ -9,8 +9,9 @@ from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import NoPlan, Plan
 from ssdtrain.tools.cli.main import main
 from ssdtrain.tools.whatif import cluster, gain
-from ssdtrain.tools.whatif.cluster import ClusterPlan, plan_job, searched, uniform_plan
+from ssdtrain.tools.whatif.cluster import plan_job, searched, uniform_plan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.gain import RECOMPUTATION, SAME_SPEED, Largest, gain_of, largest
 from ssdtrain.tools.whatif.hardware import Ssds, find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
