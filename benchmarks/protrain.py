@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -38,6 +39,13 @@ from ssdtrain.runtime import Runtime
 from ssdtrain.tools.bench.ratios import interval, paired_ratio
 
 LR = 1e-4
+
+BEGAN = time.monotonic()
+
+
+def note(text: str) -> None:
+    """Say on stderr what comes next, with the seconds since the start."""
+    print(f"{time.monotonic() - BEGAN:5.0f} s: {text}", file=sys.stderr, flush=True)
 
 
 class Way:
@@ -190,6 +198,8 @@ class Fsdp(Way):
 def take_turns(ways: dict[str, Way], microbatches: Sequence[Any], arguments: Any) -> dict[str, list[float]]:
     """Run `arguments.pairs` rounds after two that warm up. Returns the seconds of each way."""
     for turn in range(arguments.pairs + 2):
+        if turn % 4 == 0:
+            note(f"round {turn + 1} of {arguments.pairs + 2}: {', '.join(ways)}")
         names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
         for name in names:
             ways[name].step(microbatches)
@@ -296,7 +306,8 @@ def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dic
     whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
     section = {"directories": str(directory)}
     ratios, peaks = [], []
-    for _ in range(PLANS):
+    for run in range(PLANS):
+        note(f"run {run + 1} of {PLANS} that makes a plan")
         ours = OurWay(arguments, {**section, "device_limit": whole // 4}, plan=True)
         for _ in range(7):  # five are profiled, and the plan is made at the begin of the next one
             ours.step(microbatches)
@@ -345,6 +356,7 @@ def papers() -> dict[str, Any]:
     """Count the published rows that the planner of clusters is within a quarter of."""
     from benchmarks.papers.__main__ import compare as compare_rows
 
+    note("published rows")
     found = compare_rows()
     return {"rows_within_25": sum(not one.far for one in found), "rows": len(found)}
 
@@ -368,14 +380,12 @@ def by_blocks(arguments: Any, microbatch: Any, directory: Path) -> dict[str, Any
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--layers", type=int, default=8, help="blocks")
-    arguments.add_argument("--hidden", type=int, default=512, help="width")
+    arguments.add_argument("--hidden", type=int, default=256, help="width")
     arguments.add_argument("--sequence", type=int, default=128, help="tokens")
     arguments.add_argument("--batch", type=int, default=1, help="sequences")
     arguments.add_argument("--microbatches", type=int, default=4, help="that are accumulated block by block")
-    arguments.add_argument("--pairs", type=int, default=20, help="interleaved rounds")
-    arguments.add_argument(
-        "--no-papers", action="store_true", help="leave out the published rows, which take minutes"
-    )
+    arguments.add_argument("--pairs", type=int, default=12, help="interleaved rounds")
+    arguments.add_argument("--no-papers", action="store_true", help="leave out the published rows")
     chosen = arguments.parse_args()
     tokens, targets = (torch.randint(256, (chosen.batch, chosen.sequence)) for _ in range(2))
     figures: dict[str, Any] = {
@@ -389,7 +399,7 @@ def main() -> None:
             planned(chosen, [(tokens, targets)], Path(directory)),
         ]
         equal = all(part.pop("bits_equal") for part in parts)
-        parts.append(simulated())
+        parts.append(simulated(note))
         if not chosen.no_papers:
             parts.append(papers())
         for part in parts:

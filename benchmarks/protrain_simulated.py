@@ -11,7 +11,7 @@ What the overlap can win is bounded: with nothing recomputed and everything hidd
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,11 +131,16 @@ def joint_plan(gpu: Gpu, batch: int, limit: int) -> tuple[float, str]:
     )
 
 
-def simulated(batches: Sequence[int] = (1, 4, 8, 16)) -> dict[str, Any]:
-    """For each GPU and batch at which ZeRO-Offload fits: the throughput over it, and the most that any plan could have."""
+def simulated(note: Callable[[str], None], batches: Sequence[int] = (1, 4, 8, 16)) -> dict[str, Any]:
+    """For each GPU and batch at which ZeRO-Offload fits: the throughput over it, and the most that any plan could have.
+
+    Args:
+        note: is told what comes next.
+    """
     rows: list[dict[str, Any]] = []
     for gpu in GPUS:
         for batch in batches:
+            note(f"a plan for {gpu.name}, batch {batch}")
             theirs = zero_offload(gpu, batch)
             if theirs is None:
                 continue

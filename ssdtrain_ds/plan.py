@@ -10,8 +10,8 @@ import ssdtrain
 from ssdtrain.config import Config, ConfigError, ConfigIssue, PlanConfig
 from ssdtrain.integration.patching import Patches
 from ssdtrain.integration.random_trackers import register_trackers
+from ssdtrain.planner.measured_blocks import set_parameter_shapes
 from ssdtrain.planner.plan_blocks import PlanBlocks, recomputable_blocks
-from ssdtrain.planner.profile import set_parameter_shapes
 from ssdtrain.profile.blocks import names_a_module
 from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK_KEY

@@ -29,8 +29,8 @@ import torch.distributed as dist
 
 from ssdtrain.config import ConfigError
 from ssdtrain.device.runtime import made_current
+from ssdtrain.planner.measured_blocks import MeasuredBlock
 from ssdtrain.planner.plans import NoPlan, warn_outgrown
-from ssdtrain.planner.profile import MeasuredBlock
 
 __all__ = ["Agreement"]
 

@@ -27,10 +27,7 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.agreement import Agreement
 from ssdtrain.planner.execute import BlockActions, BlockPolicy, recomputed_meanwhile
 from ssdtrain.planner.joint import StateProfile
-from ssdtrain.planner.model.types import DEVICE, Block, Pass
-from ssdtrain.planner.plan_blocks import PlanBlocks
-from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
-from ssdtrain.planner.profile import (
+from ssdtrain.planner.measured_blocks import (
     MeasuredBlock,
     kind_of,
     problem_of,
@@ -38,6 +35,9 @@ from ssdtrain.planner.profile import (
     with_compressed,
     with_encoded,
 )
+from ssdtrain.planner.model.types import DEVICE, Block, Pass
+from ssdtrain.planner.plan_blocks import PlanBlocks
+from ssdtrain.planner.plans import NoPlan, Plan, SearchProblem
 from ssdtrain.planner.recompute.purity import Collectives, own_generators
 from ssdtrain.planner.recompute.trials import Recomputations
 from ssdtrain.planner.spans import BlockSpan, BlockSpans

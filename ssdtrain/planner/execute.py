@@ -16,8 +16,8 @@ from ssdtrain.codecs.base import FLOATS
 from ssdtrain.compact.feature import CompactLinear
 from ssdtrain.offload.checkpoint import Checkpoint
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ForwardSizes, SavedTensorInfo
+from ssdtrain.planner.measured_blocks import MeasuredBlock, kind_of
 from ssdtrain.planner.plans import shares_of
-from ssdtrain.planner.profile import MeasuredBlock, kind_of
 from ssdtrain.planner.recompute.modules import recompute_modules
 from ssdtrain.planner.recompute.trials import Recomputations
 from ssdtrain.profile.modules import Running

@@ -55,9 +55,10 @@ class Outcome(NamedTuple):
 
 
 def alternatives(
-    problem: SearchProblem, limits: Limits, objective: Objective
+    problem: SearchProblem, limits: Limits, objective: Objective, known: Sequence[str]
 ) -> list[tuple[str, Plan | None]]:
-    """The best plan if one thing were better: memory, or the bandwidth of the tiers. None: there is none."""
+    """The plan if one thing were better, memory, or the bandwidth of the tiers: the best of whole blocks, or the one with the
+    actions `known`. None: there is none."""
     cases: list[tuple[str, SearchProblem, Limits]] = []
     if limits.device is not None:
         cases.append(("1 GiB more", problem, replace(limits, device=limits.device + GiB)))
@@ -70,7 +71,8 @@ def alternatives(
     found: list[tuple[str, Plan | None]] = []
     for name, given, within in cases:
         try:
-            found.append((name, search(given, within, objective, runners_up=0)[0]))
+            whole = replace(given, by_parts=False)
+            found.append((name, search(whole, within, objective, runners_up=0, known=known)[0]))
         except NoPlan:
             found.append((name, None))
     return found

@@ -78,7 +78,7 @@ class FoundPlans:
 
     def alternatives(self, problem: SearchProblem) -> list[tuple[str, Plan | None]]:
         """See `ssdtrain.planner.explain.alternatives`."""
-        return alternatives(problem, self.limits, self.objective)
+        return alternatives(problem, self.limits, self.objective, self.plans[0].actions)
 
 
 class DeviceMemory(NamedTuple):

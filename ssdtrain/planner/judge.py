@@ -25,17 +25,22 @@ class Judge:
         self.blocks, self.decided = problem.blocks, problem.decided
         self.plans: dict[tuple[str, ...], Plan] = {}
         self.best: Plan | None = None
+        always, blocks = problem.always, list(enumerate(self.blocks))
+        self._begin = ["recompute" if number in always else "keep" for number, _ in blocks]
+        self._never = {
+            (number, name)
+            for name, action in problem.actions.items()
+            for number, block in blocks
+            if (action.recompute and number in problem.impure)
+            or (action.compress and block.compressed is None)
+            or (action.encode and block.encoded is None)
+        }
 
     def plan(self, chosen: Sequence[str]) -> Plan:
         """The plan in which the decided blocks have the actions `chosen`, in their order."""
-        always = self.problem.always
-        names = ["recompute" if number in always else "keep" for number in range(len(self.blocks))]
+        names = list(self._begin)
         for number, name in zip(self.decided, chosen, strict=True):
-            action = self.problem.choice(name)
-            never = action.recompute and number in self.problem.impure
-            never |= action.compress and self.blocks[number].compressed is None
-            never |= action.encode and self.blocks[number].encoded is None
-            names[number] = "keep" if never else name
+            names[number] = "keep" if (number, name) in self._never else name
         key = tuple(names)
         known = self.plans.get(key)
         if known is None:

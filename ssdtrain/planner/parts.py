@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ssdtrain.planner.model.simulation import brought_back, largest_two
 from ssdtrain.planner.model.types import DEVICE, KEPT, Block, Choice
 from ssdtrain.planner.plans import SHARES, SearchProblem, in_part
 
@@ -168,7 +167,7 @@ def _settled(block: Block, choice: Choice) -> Block:
         block = block.encoded
     elif not choice.recompute:
         return block
-    alive = min(block.saved + block.small, block.inputs + largest_two(block))
+    alive = min(block.saved + block.small, block.inputs + block.largest_two)
     return replace(
         block,
         backward=block.recompute + block.backward,
@@ -176,7 +175,7 @@ def _settled(block: Block, choice: Choice) -> Block:
         small=0,
         fixed=block.fixed + block.inputs,
         forward_transient=block.forward_transient + max(0, alive - block.inputs),
-        backward_transient=block.backward_transient + brought_back(block) - block.inputs + block.small,
+        backward_transient=block.backward_transient + block.brought_back - block.inputs + block.small,
         first_operator=block.forward,
         held=0,
         parts=(),

@@ -18,9 +18,9 @@ fine as those of a plan by regions (`ssdtrain.planner.parts`), and which of thes
 recomputed, which is the answer of `offload.amount: "auto"`, and beside the recomputed blocks of the best plans. Whole blocks are
 tried from few recomputed ones to many.
 
-Last, where saved tensors are few and large, shares of them are tried: all or nothing of a tensor that is a tenth of a forward
-leaves a drive idle, or the peak higher than it has to be. What stays of a block costs copies and is there twice meanwhile, which
-the cost model counts: a share is taken where the peak sinks by more than `SHARES_GAIN`.
+Last, where saved tensors are few and large, shares of them are tried, of the best plan's parts: all or nothing of a tensor that
+is a tenth of a forward leaves a drive idle, or the peak higher than it has to be. What stays of a block costs copies and is there
+twice meanwhile, which the cost model counts: a share is taken where the peak sinks by more than `SHARES_GAIN`.
 
 Every plan is judged by the one cost model (`play`). The number of simulations is bounded, not their time, so that the same
 question gets the same answer.
@@ -91,7 +91,8 @@ def search(
     def run() -> list[Plan]:
         judge = Judge(problem, limits or Limits(), objective or Objective())
         searched = _Search(judge, effort, greedy)
-        if known is not None and problem.actions.keys() | problem.parts.keys() >= set(known):
+        names = {name.partition(":")[0] for name in known or ()}
+        if known is not None and problem.actions.keys() | problem.parts.keys() >= names:
             judge.plan([known[number] for number in judge.decided])
         return searched.run(EXACT if exact is None else exact, runners_up)
 
@@ -157,7 +158,9 @@ class _Search:
                     self.prune()
         if by_parts and not self.judge.unbeatable(kept):
             self.with_fewer_recomputed()
-        if self.problem.parts:
+        if by_parts:
+            self.in_parts_of_parts()
+        if self.problem.parts and (strict or self.limits.seconds is None):
             self.in_parts()
         return self.judge.within()[: 1 + runners_up] if strict else []
 
@@ -210,6 +213,16 @@ class _Search:
             if judge.excess(judge.best) or judge.best.seconds <= hidden:
                 break
         return self.judge.best is not before
+
+    def in_parts_of_parts(self) -> None:
+        """Try the best plan with shares of large parts."""
+        assert self.judge.best is not None
+        cut = cut_blocks(self.problem, self.judge.best.actions)
+        if cut.problem.parts:
+            judge = Judge(cut.problem, self.limits, self.objective)
+            judge.plan([cut.begin[number] for number in judge.decided])
+            _Search(judge, self.effort, self.begins_greedily).in_parts()
+            self.judge.add(play(self.problem, cut.joined(judge.best.actions if judge.best else cut.begin)))
 
     def moving(self, kept: Plan) -> float:
         """Seconds that a step takes at least in which what `kept` has above the limit of the device leaves, and comes back."""

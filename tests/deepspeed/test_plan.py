@@ -12,7 +12,7 @@ import ssdtrain
 import ssdtrain_ds.checkpointing
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.planner.controller import PlanController
-from ssdtrain.planner.profile import kind_of
+from ssdtrain.planner.measured_blocks import kind_of
 from ssdtrain_ds import _compat
 from ssdtrain_ds.plan import plan_blocks
 from tests.deepspeed.conftest import MakeEngine, train

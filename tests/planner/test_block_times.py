@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from ssdtrain.device.timestamps import HostTimestamp
-from ssdtrain.planner.profile import measured_blocks, pieces
+from ssdtrain.planner.measured_blocks import measured_blocks, pieces
 from ssdtrain.planner.spans import BlockSpan
 from ssdtrain.profile.passes import RegionTimes, TapeTimes
 

@@ -21,14 +21,14 @@ from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, SavedTensorInfo
 from ssdtrain.planner.blocks import RECORDED, WARM_UP
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.execute import BlockPolicy, PlannedRegion
-from ssdtrain.planner.explain import plan_table
+from ssdtrain.planner.explain import alternatives, plan_table
 from ssdtrain.planner.finder import Goal, PlanFinder
 from ssdtrain.planner.joint import StateCosts
+from ssdtrain.planner.measured_blocks import MeasuredBlock
+from ssdtrain.planner.measured_blocks import problem_of as measured_problem
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.parts import cut_blocks
 from ssdtrain.planner.plans import Limits, Objective, SearchProblem, actions_for, in_part, kept_step, play
-from ssdtrain.planner.profile import MeasuredBlock
-from ssdtrain.planner.profile import problem_of as measured_problem
 from ssdtrain.planner.search import search
 from ssdtrain.profile.modules import Running
 from ssdtrain.state.plan import StateChunk
@@ -93,6 +93,21 @@ def small_problem(seed: int) -> SearchProblem:
     machine = Machine((Tier("ssd", rate, rate),), Link(500.0, 500.0), window=60, in_flight=60, prefetch=120)
     order = one_after_the_other()
     return SearchProblem([blocks], order, machine, actions_for(machine), by_parts=True)
+
+
+def test_with_faster_drives_a_plan_with_blocks_in_part_is_no_slower() -> None:
+    in_parts = 0
+    for seed in range(8):
+        problem = small_problem(seed)
+        limits = Limits(int(0.5 * kept_step(problem).peak_bytes))
+        [plan, *_] = search(problem, limits)
+        in_parts += "in part" in plan.summary()
+        [tier] = problem.machine.tiers
+        twice = replace(problem.machine, tiers=(replace(tier, write=2 * tier.write, read=2 * tier.read),))
+        [_, (_, faster)] = alternatives(problem, limits, Objective(), plan.actions)
+        assert faster is not None
+        assert faster.seconds <= play(replace(problem, machine=twice), plan.actions).seconds
+    assert in_parts
 
 
 @pytest.mark.parametrize("seed", tiered(range(12), quick=range(4)))

@@ -1,5 +1,6 @@
 """Plans over blocks and model state, against all joint plans."""
 
+import dataclasses
 import itertools
 import random
 
@@ -33,7 +34,7 @@ def problem_of(seed: int, count: int, *, drives: bool = False, link: bool = Fals
 
 
 def _fields(block: Block) -> dict[str, object]:
-    return {name: getattr(block, name) for name in Block.__slots__}
+    return {field.name: getattr(block, field.name) for field in dataclasses.fields(block)}
 
 
 def brute_force(problem: SearchProblem, limit: int) -> float | None:

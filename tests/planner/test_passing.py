@@ -76,3 +76,12 @@ def test_blocks_without_passing_state_take_as_long_as_before() -> None:
         [[block] * 3], [[KEPT] * 3], one_after_the_other(), replace(machine, state=Tier("ssd", 1.0, 1.0))
     )
     assert plain.seconds == other.seconds == 9
+
+
+def test_gradients_do_not_wait_for_writes_that_a_cpu_defers() -> None:
+    one = Block("", 1.0, 2.0, GB, forward_loads=GB, backward_loads=GB, backward_stores=GB)
+    drive = Tier("ssd", 10.0 * GB, 10.0 * GB)
+    machine = Machine((drive,), together=100 * GB, state=drive)
+    choices = [[Choice("ssd"), KEPT, KEPT, KEPT]]
+    seconds = simulate([[one] * 4], choices, one_after_the_other(), machine, steps=2).seconds
+    assert 12.0 <= seconds < 13.0

@@ -13,10 +13,10 @@ from ssdtrain.config import ConfigError
 from ssdtrain.planner.blocks import RECORDED, WARM_UP
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.explain import plan_table
+from ssdtrain.planner.measured_blocks import with_encoded
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import KEPT, Block, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import Limits, Objective, SearchProblem, actions_for
-from ssdtrain.planner.profile import with_encoded
 from ssdtrain.planner.search import search
 from tests.planner.test_plan_auto import LAYERS, QUIET, auto_of, equal, gpt, train
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
 
 from ssdtrain.planner.model.types import BlockTimes, Tier
 
@@ -43,7 +42,7 @@ class Server:
         while line:
             job = line[0]
             if not job.cancelled:
-                begin = max(job.ready, self.write_free)
+                begin = job.ready if job.ready > self.write_free else self.write_free
                 if begin > until:
                     return
                 self._begin(job, begin)
@@ -89,24 +88,23 @@ class Server:
         return self.read_free + self.tier.latency
 
 
-@dataclass(slots=True)
 class Saved:
     """What one block of one tape left for backward."""
 
-    nbytes: int  # of it on the device before its store and after its load
-    rest: int = 0  # of these, copied out when the store begins, and on the device until backward has had it
+    rest = 0  # bytes of it that are copied out when the store begins, and on the device until backward has had it
     job: Job | None = None
     server: Server | None = None
-    departed: bool = False
-    pooled: bool = False  # it came back into the arena
-    storing: float = 0.0  # seconds of computation that beginning its store takes
-    held: int = 0  # bytes that the program has too
-    held_to: int = 0  # until its forward is past the block of this number
+    departed = False
+    pooled = False  # it came back into the arena
     read: float | None = None  # when the read from the tier ends; None: there is none
 
-    @property
-    def moved(self) -> int:
-        return self.nbytes - self.rest
+    def __init__(self, nbytes: int, storing: float, held: int, held_to: int) -> None:
+        self.nbytes = self.moved = (
+            nbytes  # on the device before its store and after its load; of these in the tier
+        )
+        self.storing = storing  # seconds of computation that beginning its store takes
+        self.held = held  # bytes that the program has too
+        self.held_to = held_to  # until its forward is past the block of this number
 
 
 class PartialReleaseQueue:
@@ -146,11 +144,13 @@ class Bounded:
     def admit(self, nbytes: int, now: float) -> float:
         """When there is room for `nbytes`, not before `now`. One alone always has room."""
         until = self._until
-        now = max(now, self._admitted)  # in order: not before an earlier one
+        if now < self._admitted:  # in order: not before an earlier one
+            now = self._admitted
         while until and (until[0][0] <= now or self.used + nbytes > self.limit):
             when, size = until.popleft()
             self.used -= size
-            now = max(now, when)
+            if now < when:
+                now = when
         self._admitted = now
         return now
 

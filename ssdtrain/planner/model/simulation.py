@@ -36,7 +36,7 @@ from ssdtrain.planner.model.queues import Bounded, Job, Occupancy, PartialReleas
 from ssdtrain.planner.model.streaming import StateStreaming
 from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, Machine
 
-__all__ = ["Simulation", "brought_back", "largest_two", "simulation_of"]
+__all__ = ["Simulation", "simulation_of"]
 
 
 def simulation_of(machine: Machine) -> type[Simulation]:
@@ -67,7 +67,7 @@ class Simulation:
         machine: Machine,
         owners: Sequence[Sequence[int]],
     ) -> None:
-        self.chunks, self.choices, self.machine, self.owners = chunks, choices, machine, owners
+        self.choices, self.machine = choices, machine
         self.servers = {tier.name: Server(tier) for tier in machine.tiers}
         self.now = self.began = self.host = 0.0
         self.gate = 0.0, BlockTimes()
@@ -88,8 +88,17 @@ class Simulation:
         self.tapes: dict[tuple[int, int], tuple[list[Saved], float]] = {}  # and the end of its forward
         self.backward_began: float | None = None  # the latest
         self.blocks = [[BlockTimes() for _ in chunk] for chunk in chunks]
+        self.parts = [
+            [
+                (block, choice, times, (number, owner))
+                for block, choice, times, owner in zip(*each, strict=True)
+            ]
+            for number, each in enumerate(zip(chunks, choices, self.blocks, owners, strict=True))
+        ]
         self.streaming = StateStreaming(self)
         self.streams = any(block.forward_loads or block.backward_loads for chunk in chunks for block in chunk)
+        self.holds = any(block.held for chunk in chunks for block in chunk)
+        self.leaves_in_part = any(choice.share != 1 for each in choices for choice in each)
 
     def run(self, seconds: float) -> None:
         self.now += seconds
@@ -104,54 +113,55 @@ class Simulation:
 
     def forward(self, chunk: int, microbatch: int) -> None:
         tape: list[Saved] = []
-        parts = list(zip(self.chunks[chunk], self.choices[chunk], self.blocks[chunk], strict=True))
-        before, owners = self.gate, self.owners[chunk]
+        parts, before = self.parts[chunk], self.gate
         self.memory.past(0, self.now)
         unstored: deque[tuple[Saved, Server, BlockTimes]] = deque()
-        for index, (block, choice, times) in enumerate(parts):
+        for index, (block, choice, times, key) in enumerate(parts):
             # 1. What this operator waits for.
             before, gate = self.gate, before
             if gate[0] > self.now:
                 self.wait(*gate)
             self.hook()
-            if self.streams and block.forward_loads:
-                self.streaming.load((chunk, owners[index]), block.forward_loads, times)
+            if block.forward_loads:
+                self.streaming.load(key, block.forward_loads, times)
             # 2. It computes, and saves.
             began = self.now
             self.run(block.forward)
             if self.streams:
-                self.streaming.used((chunk, owners[index]))
-            alive = block.saved + block.small
+                self.streaming.used(key)
+            kept, alive = block.saved, block.saved + block.small
+            after = alive
             if choice.recompute:
-                alive = min(alive, block.inputs + largest_two(block))
-            self.hold(began, alive + block.fixed + block.forward_transient)
+                kept = after = block.inputs
+                alive = min(alive, kept + block.largest_two)
+            alive += block.forward_transient
+            self.hold(began, alive + block.fixed)
             while self.late:
                 self.leave(self.late.pop(), began, late=True)
-            if block.forward_transient:
-                self.hold(self.now, -block.forward_transient)
-            kept = block.saved
-            if choice.recompute:
-                kept = block.inputs
-                self.hold(self.now, kept - alive)
-            for partial, job, of in self.partial_releases.passed(block.saved):
-                self.wait_in_hook(job.left, of, host=False)
-                self.leave(partial, self.now)
-            saved = Saved(kept, storing=block.storing, held=block.held)
-            saved.held_to = owners[index] + block.held_blocks
+            self.hold(self.now, after - alive)
+            if self.leaves_in_part:
+                for partial, job, of in self.partial_releases.passed(block.saved):
+                    self.wait_in_hook(job.left, of, host=False)
+                    self.leave(partial, self.now)
+            saved = Saved(kept, block.storing, block.held, key[1] + block.held_blocks)
             tape.append(saved)
             # 3. Its hook: stores begin when the operator that saved has ended.
-            if choice.tier != DEVICE and saved.nbytes:
-                saved.rest = round(saved.nbytes * (1 - choice.share))
+            if choice.tier != DEVICE and kept:
+                if choice.share != 1:
+                    saved.rest = round(kept * (1 - choice.share))
+                    saved.moved = kept - saved.rest
                 unstored.append((saved, self.servers[choice.tier], times))
             else:
                 self.kept()
             if block.continues:
                 continue
             last = index + 1 == len(parts)
-            self.memory.past(owners[index] + 1 if last else owners[index + 1], self.now)
-            following = 0.0 if last else _first_operator(*parts[index + 1][:2])
-            while unstored:
-                self.store(*unstored.popleft(), following=following, last=last)
+            if self.holds:
+                self.memory.past(key[1] + 1 if last else parts[index + 1][3][1], self.now)
+            if unstored:
+                following = 0.0 if last else _first_operator(*parts[index + 1][:2])
+                while unstored:
+                    self.store(*unstored.popleft(), following=following, last=last)
         self.memory.past(inf, self.now)
         for saved in tape:
             saved.held = 0
@@ -160,7 +170,8 @@ class Simulation:
 
     def hook(self) -> None:
         """The host comes to the hook of the next operator."""
-        self.host = max(self.host, self.now)
+        if self.now > self.host:
+            self.host = self.now
 
     def kept(self) -> None:
         """A part stays."""
@@ -179,9 +190,10 @@ class Simulation:
             self.copy(saved.rest)
         job = self.begin(Job(nbytes, self.now), server, following)
         server.enqueue(job)
-        server.used += nbytes
         server.written += nbytes
-        server.peak = max(server.peak, server.used)
+        server.used += nbytes
+        if server.used > server.peak:
+            server.peak = server.used
         self.stores.append((job, server, times))
         self.store_bytes += nbytes
         saved.job, saved.server = job, server
@@ -297,24 +309,20 @@ class Simulation:
         lingering: list[
             tuple[float, int]
         ] = []  # of stores that were cancelled: bytes, until their copies end
-        for index in range(len(tape) - 1, -1, -1):
-            block, choice, times = (
-                self.chunks[chunk][index],
-                self.choices[chunk][index],
-                self.blocks[chunk][index],
-            )
-            saved, key = tape[index], (chunk, self.owners[chunk][index])
-            if self.streams and block.backward_loads:
+        moves = any(saved.job is not None for saved in tape)
+        for saved, (block, choice, times, key) in zip(
+            reversed(tape), reversed(self.parts[chunk]), strict=True
+        ):
+            if block.backward_loads:
                 self.streaming.load(key, block.backward_loads, times, backward=True)
             # 1. What it saved is there, or comes back as far ahead as reads and copies go.
             left = 0.0
-            requested = saved.nbytes
-            if block.parts:
-                requested = next((part.saved for part in reversed(block.parts) if part.saved), requested)
-            passed.append(total + min(requested, saved.nbytes))
-            since.append(self.now)
             self.asks()
-            asked.append(self.host)
+            if moves:
+                requested = next((part.saved for part in reversed(block.parts) if part.saved), saved.nbytes)
+                passed.append(total + min(requested, saved.nbytes))
+                since.append(self.now)
+                asked.append(self.host)
             if saved.job is not None and saved.server is not None:
                 # Along the tape, what is kept included, reads go so far ahead, and copies to the device.
                 first = bisect_right(passed, total - self.machine.prefetch)
@@ -335,13 +343,11 @@ class Simulation:
                     lingering = self.notice(saved.read, lingering)
             # 2. It computes, and lets go.
             total += saved.nbytes
-            began = self.now
-            if block.backward_transient:
-                self.hold(began, block.backward_transient)
-            whole = brought_back(block) if choice.recompute else block.saved
-            self.hold(began, whole - saved.nbytes)
+            whole, small = block.saved, 0
             if choice.recompute:
-                self.hold(began, block.small)
+                whole, small = block.brought_back, block.small
+            self.hold(self.now, block.backward_transient + whole + small - saved.nbytes)
+            if choice.recompute:
                 self.run(block.recompute)
             self.run(block.backward)
             if self.streams:
@@ -360,7 +366,8 @@ class Simulation:
 
     def asks(self) -> None:
         """The host queues a part's backward."""
-        self.host = max(self.host, self.now)
+        if self.now > self.host:
+            self.host = self.now
 
     def used(self) -> None:
         """A part's backward is over."""
@@ -563,15 +570,3 @@ def _first_operator(block: Block, choice: Choice) -> float:
     if choice.recompute:
         return block.forward
     return block.parts[0].first_operator if block.parts else block.first_operator
-
-
-def largest_two(block: Block) -> int:
-    """Bytes: what a forward that saves nothing has of `Block.saved` and `Block.small` at a time, the input and the output of an
-    operator."""
-    sizes = ((part.saved + part.small) // block.repeats for part in block.parts or (block,))
-    return sum(sorted(sizes, reverse=True)[:2])
-
-
-def brought_back(block: Block) -> int:
-    """Bytes of `Block.saved` when its forward has run again."""
-    return block.inputs + (block.saved - block.inputs) // block.repeats

@@ -52,19 +52,21 @@ class StateStreaming:
         Args:
             backward: what came for its forward need not come if it is still there.
         """
-        if not nbytes:
-            return
-        running, room = self._running, 0.0
+        running, room, present = self._running, 0.0, self._present
         if not backward:
             self._weights[key] = nbytes
-        if key in self._present:
-            room, taken = self._present.pop(key)
+        if key in present:
+            room, taken = present.pop(key)
             nbytes -= self._weights.get(key, 0) if backward else 0
         else:
             taken = nbytes if self._by_bytes else 1
-            room = self._make_room(taken)
+            while present and self._taken + taken > self._room:  # those used longest ago go first
+                used, freed = present.pop(next(iter(present)))
+                self._taken -= freed
+                if used > room:
+                    room = used
             self._taken += taken
-        self._present[key] = room, taken
+        present[key] = room, taken
         if nbytes > 0:
             ended = self._come(nbytes, room)
             if ended > running.now:
@@ -74,16 +76,6 @@ class StateStreaming:
         if nbytes > 0 and self._work:
             running.run(nbytes * self._work)
 
-    def _make_room(self, taken: int) -> float:
-        """Let blocks go, those used longest ago first. Returns when there is room."""
-        until, present = 0.0, self._present
-        while present and self._taken + taken > self._room:
-            used, freed = present.pop(next(iter(present)))
-            self._taken -= freed
-            if used > until:
-                until = used
-        return until
-
     def _come(self, nbytes: int, room: float) -> float:
         """Return when `nbytes` are there, for which there is room from `room` on."""
         running, server = self._running, self._server
@@ -91,7 +83,8 @@ class StateStreaming:
             issued = max(self._issued, room)
             return issued if server is None else server.begin_read(nbytes, issued)
         read = 0.0 if server is None else server.begin_read(nbytes, self._copied[0])
-        ended = max(read, room, running.load_link_free) + nbytes / self._link.to_device
+        free = running.load_link_free if running.load_link_free > room else room
+        ended = (free if free > read else read) + nbytes / self._link.to_device
         running.load_link_free = ended
         self._copied.append(ended)
         return ended
@@ -104,6 +97,7 @@ class StateStreaming:
         left = running.now
         if gradients:
             if self._server is not None and len(self._written) >= STAGED:
+                running.flush()  # what is deferred stands in line before it
                 left = max(left, self._server.finish(self._written.popleft()))
             if self._link is not None:
                 left = max(left, running.store_link_free) + gradients / self._link.to_host

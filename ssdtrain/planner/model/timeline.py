@@ -113,7 +113,9 @@ def _of_parts(choice: Choice, count: int) -> tuple[Choice, ...]:
 
 def _folded(times: Sequence[BlockTimes], owners: Sequence[int]) -> list[BlockTimes]:
     """The times of whole blocks, from those of `_expanded`."""
-    found: list[BlockTimes] = [BlockTimes() for _ in range(owners[-1] + 1 if owners else 0)]
+    if not owners or owners[-1] + 1 == len(owners):
+        return list(times)
+    found: list[BlockTimes] = [BlockTimes() for _ in range(owners[-1] + 1)]
     for one, owner in zip(times, owners, strict=True):
         found[owner].store_stall += one.store_stall
         found[owner].load_stall += one.load_stall

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from ssdtrain.offload.pacing.limits import NEWEST
@@ -29,7 +30,7 @@ DEVICE = "device"
 """The tier name of tensors that stay where they are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Block:
     """A part of the model that has one action: a transformer layer, a module, or a single region.
     Seconds and bytes are those of one microbatch on one rank."""
@@ -80,6 +81,18 @@ class Block:
     encoded: Block | None = None
     """The block as it is where what it saves stays encoded: payloads are its `inputs`, and decoding is its `recompute`. None:
     that saves nothing."""
+
+    @cached_property
+    def largest_two(self) -> int:
+        """Bytes: what a forward that saves nothing has of `saved` and `small` at a time, the input and the output of an
+        operator."""
+        sizes = ((part.saved + part.small) // self.repeats for part in self.parts or (self,))
+        return sum(sorted(sizes, reverse=True)[:2])
+
+    @property
+    def brought_back(self) -> int:
+        """Bytes of `saved` when its forward has run again."""
+        return self.inputs + (self.saved - self.inputs) // self.repeats
 
 
 @dataclass(frozen=True, slots=True)

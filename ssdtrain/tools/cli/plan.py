@@ -23,8 +23,9 @@ from ssdtrain.text import YEAR_SECONDS, duration_text, size_text
 from ssdtrain.tools.cli.options import add_machine, command_parser, given, number, rate, whole
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.apply import apply_to_file, launch_flags
-from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, replanned
+from ssdtrain.tools.whatif.cluster import BRIEF, best_plan, plan_job, replanned
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.explain import figures, rows, with_more
 from ssdtrain.tools.whatif.gain import Gain, gain_of
 from ssdtrain.tools.whatif.hardware import parse_ssds

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.tools.whatif.cluster import ClusterPlan
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.explain import planned_state
 from ssdtrain_ds.planned_state import ZERO_SECTION, zero_options
 from ssdtrain_megatron.planned_state import state_flags

@@ -1,12 +1,12 @@
-"""Plans of a training job on machines that are not at hand: a plan of each pipeline stage."""
+"""Plans of a training job on machines that are not at hand: the search for a plan of each pipeline stage."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from operator import attrgetter
+from functools import lru_cache
+from operator import attrgetter, itemgetter
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.model.types import Choice, StepTimeline, one_forward_one_backward
@@ -21,13 +21,13 @@ from ssdtrain.planner.plans import (
 )
 from ssdtrain.planner.search import search
 from ssdtrain.tools.whatif.cluster_job import HEAD, PIECES, SHARES_OF_BLOCK, WHOLE, ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan, Stage
 from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
 from ssdtrain.tools.whatif.units import in_units
 
 __all__ = [
     "BRIEF",
-    "ClusterPlan",
-    "Stage",
+    "FailedPlacements",
     "best_plan",
     "plan_job",
     "problem_of",
@@ -48,141 +48,8 @@ NEAR = 1.1
 """Ratio of the smallest peak to the device's limit up to which layers taken together may be why there is no plan."""
 
 
-@dataclass(frozen=True)
-class Stage:
-    """The plan of the first or last pipeline stage.
-
-    Attributes:
-        plans: best first.
-        alive: microbatches between forward and backward.
-        simulated: microbatches that the plans' time lines play.
-        budget: bytes that activations may take on the device.
-        placement: where model state is.
-        slowdown: over keeping everything with model state there, minus 1, at most; None: no limit.
-    """
-
-    last: bool
-    problem: SearchProblem
-    plans: list[Plan]
-    alive: int
-    simulated: int
-    budget: int
-    placement: StatePlacement
-    slowdown: float | None = None
-
-    @property
-    def plan(self) -> Plan:
-        return self.plans[0]
-
-    def seconds(self, plan: Plan) -> float:
-        """Seconds of one microbatch, forward and backward."""
-        return plan.seconds / self.simulated
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds of one microbatch with everything kept."""
-        return sum(block.forward + block.backward for block in self.problem.blocks)
-
-    @property
-    def state(self) -> dict[str, int]:
-        """Bytes of model state on the device, by what they are."""
-        return self.placement.device
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """Seconds that the device waits for the optimizer in a step."""
-        backward = sum(
-            block.backward + (block.recompute if action == "recompute" else 0.0)
-            for block, action in zip(self.problem.blocks, self.plan.actions, strict=True)
-        )
-        return self.placement.optimizer_seconds(backward)
-
-    def written(self, microbatches: int) -> float:
-        """Bytes to SSD in a step, of activations and model state."""
-        return self.plan.written / self.simulated * microbatches + self.placement.written_by_optimizer
-
-
-@dataclass(frozen=True)
-class ClusterPlan:
-    """What a job comes to at one microbatch size."""
-
-    job: ClusterJob
-    microbatch: int
-    stages: list[Stage]
-
-    @cached_property
-    def slowest(self) -> Stage:
-        return max(self.stages, key=lambda stage: stage.seconds(stage.plan))
-
-    @property
-    def microbatches(self) -> int:
-        return self.job.microbatches(self.microbatch)
-
-    @property
-    def microbatch_seconds(self) -> float:
-        """Seconds of the slowest stage, with those of the network under ZeRO-3 that it does not hide."""
-        return self.job.with_sharding(self.slowest.seconds(self.slowest.plan))
-
-    @property
-    def bubble_seconds(self) -> float:
-        layout = self.job.layout
-        return (layout.pp - 1) / layout.virtual * self.microbatch_seconds
-
-    @property
-    def step_seconds(self) -> float:
-        busy = self.microbatches * self.microbatch_seconds
-        return busy + self.bubble_seconds + sum(self.update_seconds)
-
-    @property
-    def update_seconds(self) -> tuple[float, float]:
-        """(reducing gradients over dp, optimizer)."""
-        reducing, _ = self.job.update_seconds()
-        return reducing, max(stage.optimizer_seconds for stage in self.stages)
-
-    @property
-    def ideal_seconds(self) -> float:
-        """Seconds of a step if everything fitted into the device: no recomputation and no stall, and the optimizer where it is
-        faster."""
-        each = self.job.with_sharding(max(stage.compute_seconds for stage in self.stages))
-        layout = self.job.layout
-        reducing, updating = self.job.update_seconds()
-        update = reducing + min(updating, self.update_seconds[1])
-        return (self.microbatches + (layout.pp - 1) / layout.virtual) * each + update
-
-    @property
-    def tokens_per_second(self) -> float:
-        sequences = self.microbatches * self.microbatch * self.job.layout.dp
-        return sequences * self.job.model.sequence / self.step_seconds
-
-    @property
-    def flops_per_gpu(self) -> float:
-        """FLOPs of the model (recomputation not counted), per second."""
-        model, kinds = self.job.model, self.job.model.block_kinds
-        forward = sum(model.block_flops(self.microbatch, kind) for kind in kinds) + model.head_flops(
-            self.microbatch
-        )
-        return (
-            3 * forward * self.microbatches * self.job.layout.dp / self.step_seconds / self.job.layout.ranks
-        )
-
-    def written_per_step(self) -> float:
-        """Bytes that the busiest GPU writes to SSD, of activations and model state."""
-        return max(stage.written(self.microbatches) for stage in self.stages)
-
-    def needed_bandwidth(self) -> float:
-        """Bytes per second that one GPU must write for all that is offloaded to hide: half of a microbatch's time is forward's
-        and must take its writes, as SSDTrain reckons (arXiv 2408.10013)."""
-        return max(
-            2 * stage.plan.written / stage.simulated / stage.seconds(stage.plan) for stage in self.stages
-        )
-
-    def life_seconds(self) -> float | None:
-        """Return the seconds until the drives are worn at this rate; None: nothing is written, or their endurance is unknown."""
-        ssds = self.job.ssds
-        written = self.written_per_step() * self.job.local_node
-        if ssds is None or not ssds.endurance or not written:
-            return None
-        return ssds.endurance * ssds.count / written * self.step_seconds
+FailedPlacements = dict[tuple[bool, int, int], tuple[int, NoPlan]]
+"""The smallest microbatch for which a stage has no plan with so many blocks' state that stays and so many buffers, and why."""
 
 
 def plan_job(
@@ -192,6 +59,7 @@ def plan_job(
     objective: Objective | None = None,
     slowdown: float | None = None,
     effort: float = 1.0,
+    failed: FailedPlacements | None = None,
 ) -> ClusterPlan:
     """The best plan at one microbatch size.
 
@@ -200,6 +68,7 @@ def plan_job(
         slowdown: of a microbatch over keeping everything, minus 1, at most; in place of `limits.seconds`. It counts from the
             placement of model state where that takes the least time, of those that leave room for activations.
         effort: see `search`.
+        failed: of questions with as much time for a sequence; larger microbatches are not tried there, and it is added to.
 
     Raises:
         NoPlan: activations do not fit, whatever is done.
@@ -212,7 +81,8 @@ def plan_job(
             "a multiple",
         )
     given, objective = limits or Limits(), objective or Objective()
-    stages = [_plan_stage(job, microbatch, last, given, objective, slowdown, effort) for last in job.ends]
+    question = given, objective, slowdown, effort, {} if failed is None else failed
+    stages = [_plan_stage(job, microbatch, last, *question) for last in job.ends]
     return ClusterPlan(job, microbatch, stages)
 
 
@@ -321,6 +191,12 @@ class _Candidate:
         """Seconds with everything kept."""
         return self.uniform("keep").seconds
 
+    @property
+    def least_peak(self) -> int:
+        """Bytes that no plan's peak is below: what is there while one block's backward runs, or a part's."""
+        parts = (part for block in self.problem.blocks for part in block.parts or (block,))
+        return max(part.saved + part.small + part.fixed + part.backward_transient for part in parts)
+
     def uniform(self, action: str) -> Plan:
         """The plan that does the same with every block that is decided about."""
         if action not in self._played:
@@ -417,6 +293,9 @@ def _search_stage(
     within = Limits(one.budget, written, seconds if slowdown is None else (1 + slowdown) * one.kept)
     if effort <= BRIEF and seconds is not None and slowdown is None and one.kept > seconds * (1 + 1e-9):
         raise NoPlan(one.uniform("keep"), within, one.problem.blocks)  # nothing is faster than keeping
+    if one.least_peak > one.budget:
+        smallest = min(map(one.uniform, one.problem.actions), key=attrgetter("peak"))
+        raise NoPlan(smallest, within, one.problem.blocks)
     return one.stage(searched(one.problem, within, objective, effort=effort, known=known), slowdown)
 
 
@@ -428,11 +307,12 @@ def _plan_stage(
     objective: Objective,
     slowdown: float | None,
     effort: float,
+    without: FailedPlacements,
 ) -> Stage:
     """The best plan of all placements of model state. Brief searches compare them; full ones where these find no plan."""
     if effort > BRIEF:
         try:
-            found = _plan_stage(job, microbatch, last, limits, objective, slowdown, BRIEF)
+            found = _plan_stage(job, microbatch, last, limits, objective, slowdown, BRIEF, without)
         except NoPlan:
             pass
         else:
@@ -450,9 +330,13 @@ def _plan_stage(
             allowed = (1 + slowdown) * fastest / one.kept - 1
             if allowed < 0:
                 break
+        key = last, one.place.persistent, one.place.buffers
         try:
+            if key in without and without[key][0] < microbatch:
+                raise without[key][1]
             stage = _search_stage(one, limits, objective, allowed, effort)
         except NoPlan as error:
+            without[key] = min(without.get(key, (microbatch, error)), (microbatch, error), key=itemgetter(0))
             if error.too_slow and fastest is None:
                 fastest = one.kept
             if failed is None or error.nearer_than(failed):

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from ssdtrain.planner.model.types import DEVICE, Block
 from ssdtrain.planner.planned_state import PlannedState
 from ssdtrain.text import YEAR_SECONDS, duration_text
-from ssdtrain.tools.whatif.cluster import ClusterPlan, Stage
 from ssdtrain.tools.whatif.cluster_job import HEAD, ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan, Stage
 
 
 class TableRow(NamedTuple):

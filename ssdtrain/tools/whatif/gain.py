@@ -9,8 +9,9 @@ from typing import Any
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Limits, NoPlan, Objective
-from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, plan_job, uniform_plan
+from ssdtrain.tools.whatif.cluster import BRIEF, FailedPlacements, plan_job, uniform_plan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.hardware import Ssds, parse_ssds
 
 __all__ = ["RECOMPUTATION", "SAME_SPEED", "Gain", "Largest", "Trial", "gain_of", "largest", "more_drives"]
@@ -187,9 +188,11 @@ def _same_speed(job: ClusterJob) -> Callable[[float], Trial]:
     """Return what tries microbatches with a sequence in at most so many seconds, in the first place of model state that does."""
 
     def within(seconds: float) -> Trial:
+        failed: FailedPlacements = {}
+
         def planned(size: int) -> ClusterPlan:
             limits, any_of_them = Limits(seconds=seconds * size), Objective(0.0, hidden=seconds * size)
-            return plan_job(job, size, limits, any_of_them, effort=BRIEF)
+            return plan_job(job, size, limits, any_of_them, effort=BRIEF, failed=failed)
 
         return _trial(planned)
 

@@ -12,8 +12,9 @@ from functools import partial
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import NoPlan
-from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, plan_job, uniform_plan
+from ssdtrain.tools.whatif.cluster import BRIEF, plan_job, uniform_plan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.models import ParallelLayout
 
 __all__ = ["LayoutChoice", "choose_layout", "layout_text"]

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Objective
-from ssdtrain.tools.whatif.cluster import ClusterPlan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 
 __all__ = ["Prices"]
 

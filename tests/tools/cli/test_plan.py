@@ -7,8 +7,8 @@ import pytest
 from ssdtrain.tools.cli.main import main
 from ssdtrain.tools.cli.plan import alternatives
 from ssdtrain.tools.whatif import cluster
-from ssdtrain.tools.whatif.cluster import ClusterPlan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.cluster_state import placements
 from ssdtrain.tools.whatif.hardware import find_gpu
 from ssdtrain.tools.whatif.models import ParallelLayout, Transformer

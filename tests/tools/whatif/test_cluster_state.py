@@ -8,8 +8,16 @@ import pytest
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step
 from ssdtrain.tools.whatif import cluster
-from ssdtrain.tools.whatif.cluster import BRIEF, ClusterPlan, best_plan, plan_job, problem_of, searched
+from ssdtrain.tools.whatif.cluster import (
+    BRIEF,
+    best_plan,
+    plan_job,
+    problem_of,
+    replanned,
+    searched,
+)
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.cluster_state import placements
 from ssdtrain.tools.whatif.hardware import find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
@@ -178,6 +186,18 @@ def test_what_is_compared_is_searched_briefly_and_what_is_chosen_in_full(
     assert efforts[-1] == 1
     assert set(efforts[:-1]) == {BRIEF}
     assert best.stages[0].plan.peak <= best.stages[0].budget
+
+
+@pytest.mark.parametrize(
+    "given", [{}, {"recompute": True}, {"state": "host"}, {"host": 0, "recompute": True}]
+)
+def test_as_much_memory_as_the_lowest_peak_is_enough(given: dict[str, Any]) -> None:
+    lowest = Objective(0, 1)
+    plan = plan_job(job(**given), 4, None, lowest, 10.0)
+    [stage] = plan.stages
+    gpu = replace(plan.job.gpu, memory=plan.job.gpu.memory - stage.budget + stage.plan.peak)
+    [again] = replanned(plan, replace(plan.job, gpu=gpu), None, lowest).stages
+    assert again.plan.peak == again.budget == stage.plan.peak
 
 
 def test_where_brief_searches_find_no_plan_there_are_full_ones(monkeypatch: pytest.MonkeyPatch) -> None:

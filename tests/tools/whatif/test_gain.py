@@ -1,14 +1,17 @@
 """The sentence that says what a user gains holds what the plans say."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from ssdtrain.config.errors import InvalidValue
-from ssdtrain.planner.plans import NoPlan
+from ssdtrain.planner.plans import NoPlan, Plan
 from ssdtrain.tools.cli.main import main
-from ssdtrain.tools.whatif.cluster import plan_job, uniform_plan
+from ssdtrain.tools.whatif import cluster, gain
+from ssdtrain.tools.whatif.cluster import plan_job, searched, uniform_plan
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
+from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.gain import RECOMPUTATION, SAME_SPEED, Gain, Largest, gain_of, largest
 from ssdtrain.tools.whatif.hardware import Ssds, find_gpu, parse_ssds
 from ssdtrain.tools.whatif.models import ParallelLayout, Transformer
@@ -57,6 +60,29 @@ def test_drives_that_keep_up_gain_the_batch_that_plans_with_them_have() -> None:
         f"{batch:.2f} x the batch at {time:.2f} x the time of keeping everything; "
     )
     assert list(gain.others) == [RECOMPUTATION]
+
+
+@pytest.mark.slow
+def test_places_of_model_state_that_failed_are_not_tried_again_and_gain_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    searches = []
+
+    def counted(*given: Any, **named: Any) -> list[Plan]:
+        searches[-1] += 1
+        return searched(*given, **named)
+
+    def everywhere(*given: Any, failed: Any, **named: Any) -> ClusterPlan:
+        return plan_job(*given, **named)
+
+    monkeypatch.setattr(cluster, "searched", counted)
+    given = replace(job("4 x 7GB/s"), host=100 * 10**9, state="host")
+    searches.append(0)
+    found = gain_of(given)
+    monkeypatch.setattr(gain, "plan_job", everywhere)
+    searches.append(0)
+    assert gain_of(given) == found
+    assert searches[0] < searches[1]
 
 
 def test_drives_that_do_not_keep_up_gain_nothing_and_what_would_is_said() -> None:
