@@ -136,8 +136,8 @@ def payload_finite(buf: Tensor) -> Tensor:
 class Codec(ABC):
     """Encodes a tensor into bytes and decodes it. Immutable and thread-safe.
 
-    Buffers are contiguous, one-dimensional uint8 tensors whose address is a multiple of 16 bytes. Payload sizes are multiples of
-    16, so consecutive payloads in an aligned buffer are aligned.
+    Buffers are contiguous, one-dimensional uint8 tensors whose address is a multiple of 16 bytes, and whose offset in their
+    storage is one of 8. Payload sizes are multiples of 16, so consecutive payloads in an aligned buffer are aligned.
     """
 
     inputs: tuple[torch.dtype, ...] = FLOATS
@@ -261,6 +261,10 @@ class Codec(ABC):
         if buf.data_ptr() % PAYLOAD_ALIGNMENT:
             raise ValueError(
                 f"the payload buffer's address {buf.data_ptr():#x} is not a multiple of {PAYLOAD_ALIGNMENT} bytes"
+            )
+        if buf.storage_offset() % 8:  # no view of it as numbers
+            raise ValueError(
+                f"the payload buffer begins {buf.storage_offset()} bytes into its storage, which is not a multiple of 8"
             )
 
     def _fingerprint(self) -> int:

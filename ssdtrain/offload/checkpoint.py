@@ -332,9 +332,11 @@ class AmbientState:
         """Inside they are as they were."""
         changed = [(state, value) for state, value in self._kernels if state.read() != value]
         then = [*self._given, *self._first, *changed]
-        now = [(state, state.read()) for state, _ in then]
         variables = _set(self._context)
+        now: list[tuple[StateAccess, Any]] = []
         try:
+            # Read where they are written: a generator may be in one of the variables.
+            now += [(state, state.read()) for state, _ in then]
             _write(then)
             yield
         finally:

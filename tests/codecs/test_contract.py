@@ -233,6 +233,12 @@ def test_buffers_are_checked(codec: Codec) -> None:
         codec.encode(x, torch.empty(need - 1, dtype=torch.uint8), KEY)
     with pytest.raises(ValueError, match="multiple of 16"):
         codec.encode(x, torch.empty(need + 1, dtype=torch.uint8)[1:], KEY)
+    memory = torch.empty(need + 32, dtype=torch.uint8)
+    begun_late = torch.frombuffer(
+        memory.numpy(), dtype=torch.uint8, offset=3
+    )  # its memory, not its address, is odd
+    with pytest.raises(ValueError, match="storage, which is not a multiple of 8"):
+        codec.encode(x, begun_late[-begun_late.data_ptr() % PAYLOAD_ALIGNMENT :], KEY)
     with pytest.raises(ValueError, match="uint8"):
         codec.encode(x, torch.empty(need), KEY)
     with pytest.raises(ValueError, match="contiguous"):

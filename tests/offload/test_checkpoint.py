@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from contextlib import nullcontext
+from contextvars import ContextVar
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,29 @@ def test_registered_generators_repeat_in_the_recomputation(reentrant: bool) -> N
     drawn.clear()
     checkpoint(noisy, x, use_reentrant=reentrant).sum().backward()
     assert drawn[0] != drawn[1]
+
+
+def test_a_generator_of_a_context_variable_repeats_and_goes_on() -> None:
+    """Backward runs where the variable has another generator."""
+    first, other = random.Random(1), random.Random(2)
+    current = ContextVar("current", default=other)
+    drawn: list[float] = []
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        drawn.append(current.get().random())
+        return x * drawn[-1] * x
+
+    checkpoint = Checkpoint()
+    checkpoint.register_random_state(
+        "of the context", lambda: current.get().getstate(), lambda state: current.get().setstate(state)
+    )
+    token = current.set(first)
+    loss = checkpoint(noisy, torch.randn(8, requires_grad=True)).sum()
+    current.reset(token)
+    before = first.getstate(), other.getstate()
+    loss.backward()
+    assert drawn[0] == drawn[1]
+    assert (first.getstate(), other.getstate()) == before
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
