@@ -117,6 +117,7 @@ def _names(problem: SearchProblem, tier: str, action: str, sizes: Sequence[int])
         return ["keep"] * len(sizes)
     if not shares:
         return [tier] * len(sizes)
+    shares = shares.ljust(sum(sizes), "0")  # it may be of a block with fewer parts
     firsts = [int(shares[sum(sizes[:unit])]) for unit in range(len(sizes))]
     whole = problem.machine.copies is None
     return [

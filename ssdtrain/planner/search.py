@@ -160,7 +160,7 @@ class _Search:
             self.with_fewer_recomputed()
         if by_parts:
             self.in_parts_of_parts()
-        if self.problem.parts and (strict or self.limits.seconds is None):
+        if self.problem.parts and (strict or self.limits.seconds is None or not self.judge.by_time):
             self.in_parts()
         return self.judge.within()[: 1 + runners_up] if strict else []
 
