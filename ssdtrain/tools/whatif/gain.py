@@ -133,8 +133,6 @@ class Gain:
         return f"{gained}; {', '.join(others)}"
 
     def _ratios(self, one: Largest) -> str:
-        if not one.size:
-            return "not one sequence"
         time = f"at {self._slower(one):.2f} x the time"
         if not self.kept.size:
             return f"a batch of {one.size} {time}"
