@@ -61,7 +61,7 @@ class WithComm(Runtime):
     [
         (attach, "InnerHooks"),
         (checkpointing, "function_for"),
-        (attach, "Monitor"),
+        (attach, "_Monitor"),
         (attach, "CommAttachment"),
         (Runtime, "step_begin"),
     ],
