@@ -122,7 +122,7 @@ def test_memory_is_unpinned_when_a_device_that_is_far_behind_has_come_to_its_end
     layer.device = torch.device("cuda", 0)
     layer._index = layer._store = layer._load = 0
     layer._recent = deque(ends.event(number) for number in range(COUNT))
-    layer._recorded = lambda stream: ends.event(COUNT - 1)
+    layer.record = lambda stream: ends.event(COUNT - 1)
     layer._wait_for_copies()
     assert ends.ended() == COUNT
 
