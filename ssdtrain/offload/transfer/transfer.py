@@ -9,6 +9,8 @@ it: what they began or made is returned to the mover.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from ssdtrain.device import Device, Event
@@ -22,8 +24,10 @@ from ssdtrain.offload.transfer.state import Arrival, Encoded, PayloadCheck, Read
 from ssdtrain.offload.transfer.targets import LoadTargets, Target
 from ssdtrain.storage import ALIGNMENT, Operation, Slot, SpillStore
 
+NEVER_ASKED = "a tensor of the CPU, which is read and written in place, has no such move"
 
-class Transfer:
+
+class Transfer(ABC):
     """The moves of one region; the mover decides when, and keeps the states. A way that has no such move returns None, or is
     never asked for it and raises.
 
@@ -80,40 +84,41 @@ class Transfer:
         """The payload is to take the place of the tensor, in memory. Returns what says whether it may; None: it may at once."""
         return None
 
+    @abstractmethod
     def begin_store(self, region: Region, *, defer: bool) -> Write | None:
         """Queue the write of the region, or of its payload, to its slot. None: there is no buffer for it now.
 
         Args:
             defer: nothing waits for it, see `SpillStore.write`.
         """
-        raise NotImplementedError
 
     def copy_out(self, region: Region, slot: Slot) -> Event | None:
         """Queue the copy of the region, which has no payload, to its slot, which is pinned. Returns its end."""
-        raise NotImplementedError
+        raise AssertionError(NEVER_ASKED)
 
     def depart(self, region: Region) -> None:
         """Let the stream of a region wait for its store, whose copy has not ended: then its tensor may be emptied."""
-        raise NotImplementedError
+        raise AssertionError(NEVER_ASKED)
 
     def give_back(self, region: Region) -> None:
         """Return the staging buffer of the region once no copy uses it."""
+        return None
 
     def overflowed(self, region: Region) -> bool:
         """Whether the payload of a region (with `TransferState.spare_bytes`) has overflowed, whose store is over."""
-        raise NotImplementedError
+        raise AssertionError(NEVER_ASKED)
 
+    @abstractmethod
     def rewrite(self, region: Region) -> Operation:
         """Write again, to a new slot, what a failed write left in memory."""
-        raise NotImplementedError
 
     def stop_in_place(self, error: OSError) -> None:
         """A transfer of device memory itself has failed (`Write.in_place`, `Read.in_place`): make no more of them."""
-        raise NotImplementedError
+        raise AssertionError(NEVER_ASKED)
 
+    @abstractmethod
     def recall(self, region: Region) -> Arrival | None:
         """Bring back the bytes of a region being stored from its payload or its buffer. None: they are still in the tensor."""
-        raise NotImplementedError
 
     def copy_back(self, region: Region) -> Arrival:
         """Queue the copy of a `pinned` region from its slot to the device.
@@ -122,8 +127,9 @@ class Transfer:
             RuntimeError: the engine or the store was closed.
             torch.OutOfMemoryError: there is no memory for it.
         """
-        raise NotImplementedError
+        raise AssertionError(NEVER_ASKED)
 
+    @abstractmethod
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
         """Queue the read of the region. None: the arena is full.
 
@@ -131,22 +137,22 @@ class Transfer:
             on_demand: backward waits for it; else it may begin with others.
             allow_unpooled: allocate outside of the arena where that is full.
         """
-        raise NotImplementedError
 
     def advance_load(self, region: Region) -> Arrival | None:
         """The read has ended: begin what follows it. None: nothing does."""
         return None
 
+    @abstractmethod
     def end_load(self, region: Region) -> Arrival | None:
         """Order what follows on the current stream after the load. Returns the values of what came back encoded."""
-        raise NotImplementedError
 
     def reserve_target(self, region: Region) -> Target:
         """The device memory for a region that is about to come back."""
-        raise NotImplementedError
+        raise AssertionError(NEVER_ASKED)
 
     def poll(self) -> None:
         """Return the buffers whose copies have passed."""
+        return None
 
     def passing(self) -> Event | None:
         """The end of the oldest copy that uses host memory; None: there is none."""
