@@ -3,7 +3,9 @@
     python -m benchmarks.protrain --json
 
 All train the same GPT in float32 with AdamW, in one process, and take steps in turn. On a CPU the device's memory is host memory,
-too: what is compared is the work that each does, not a link.
+too: what is compared is the work that each does, not a link. With `--device cuda` (and a GPU's sizes) products are in bfloat16 by
+autocast, what leaves the device goes to pinned host memory, and "plain" is the same optimizer of the CPU without overlap: all
+gradients are copied there, and all weights back.
 
 - Against ZeRO-Offload (stage 2, one rank, CPUAdam, buckets of a block) the limit on the device is what that keeps there:
   parameters and two buckets of gradients; gradients and optimizer state are in host memory in both. FSDP2 with CPUOffloadPolicy
@@ -33,12 +35,14 @@ import ssdtrain
 from benchmarks.common import finish, hardware, parser
 from benchmarks.models import GPT, gpt
 from benchmarks.protrain_simulated import simulated
+from ssdtrain.config.state import StateConfig
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.plans import play
 from ssdtrain.runtime import Runtime
 from ssdtrain.tools.bench.ratios import interval, paired_ratio
 
 LR = 1e-4
+MIN_BYTES = StateConfig.model_fields["min_bytes"].default
 
 BEGAN = time.monotonic()
 
@@ -59,22 +63,37 @@ class Way:
     def __init__(self, arguments: Any, recomputed_blocks: int = 0) -> None:
         torch.manual_seed(0)
         shape = {name: getattr(arguments, name) for name in ("layers", "hidden", "sequence")}
-        self.model: GPT = gpt(heads=8, recomputed_blocks=recomputed_blocks, **shape)
+        self.device = torch.device(arguments.device)
+        with self.device:
+            self.model: GPT = gpt(heads=arguments.heads, recomputed_blocks=recomputed_blocks, **shape)
         self.losses: list[str] = []
         self.seconds: list[float] = []
 
-    def step(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def step(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]], count: int = 1) -> None:
+        """Take `count` steps, one behind the other; each has taken its share of the time."""
+        losses = []
+        self.settle()
         began = time.perf_counter()
-        losses = self.train(microbatches)
-        self.seconds.append(time.perf_counter() - began)
+        for _ in range(count):
+            losses += self.train(microbatches)
+        self.settle()
+        self.seconds += [(time.perf_counter() - began) / count] * count
         self.losses += [loss.item().hex() for loss in losses]
+
+    def settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def loss(self, microbatch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        return loss_of(self.model, microbatch)
 
     def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         raise NotImplementedError
 
 
 def loss_of(model: nn.Module, microbatch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    loss: torch.Tensor = model(*microbatch)
+    with torch.autocast("cuda", torch.bfloat16, enabled=microbatch[0].is_cuda):
+        loss: torch.Tensor = model(*microbatch)
     return loss
 
 
@@ -114,7 +133,7 @@ class OurWay(Way):
         else:
             losses = []
             for microbatch in microbatches:
-                losses.append(loss_of(self.model, microbatch))
+                losses.append(self.loss(microbatch))
                 losses[-1].backward()
         if self.clip is not None:
             if self.runtime is None or self.runtime.state is None:
@@ -154,14 +173,16 @@ class ZeroOffload(Way):
             "train_micro_batch_size_per_gpu": arguments.batch,
             "zero_optimization": {
                 "stage": 2,
-                "offload_optimizer": {"device": "cpu"},
+                "offload_optimizer": {"device": "cpu", "pin_memory": self.device.type == "cuda"},
                 "reduce_bucket_size": block,
-                "overlap_comm": False,
+                "overlap_comm": self.device.type == "cuda",
             },
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.01}},
             "gradient_clipping": clip,
             "steps_per_print": 10**9,
         }
+        if self.device.type == "cuda":  # the engine leaves the autocast that it is called in
+            self.model.forward = torch.autocast("cuda", torch.bfloat16)(self.model.forward)  # type: ignore[method-assign]
         self.engine, *_ = deepspeed.initialize(model=self.model, config=config)
 
     def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
@@ -180,30 +201,71 @@ class Fsdp(Way):
         from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
         super().__init__(arguments)
-        mesh = init_device_mesh("cpu", (1,))
+        mesh = init_device_mesh(self.device.type, (1,))
+        policy = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         for block in self.model.blocks:
-            fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-        fully_shard(self.model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+            fully_shard(block, mesh=mesh, offload_policy=policy)
+        fully_shard(self.model, mesh=mesh, offload_policy=policy)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LR, fused=True)
 
     def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
         (microbatch,) = microbatches
-        loss = loss_of(self.model, microbatch)
+        loss = self.loss(microbatch)
         loss.backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
         return [loss]
 
 
+class StepOnHost(Way):
+    """A model on the GPU; what the section `state` steps in host memory is stepped there, all of it behind backward."""
+
+    def __init__(self, arguments: Any, clip: float | None = None) -> None:
+        super().__init__(arguments)
+        self.clip = clip
+        blocks = {p for p in self.model.blocks.parameters() if p.nbytes >= MIN_BYTES}
+        self.parameters = [p for p in self.model.parameters() if p in blocks]
+        self.copies = [p.detach().cpu().pin_memory().requires_grad_() for p in self.parameters]
+        for copy in self.copies:
+            copy.grad = torch.empty_like(copy, pin_memory=True)
+        self.optimizer = torch.optim.AdamW(self.copies, lr=LR, fused=True)
+        others = [p for p in self.model.parameters() if p not in blocks]
+        self.on_device = torch.optim.AdamW(others, lr=LR, fused=True)
+
+    def train(self, microbatches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        losses = []
+        for microbatch in microbatches:
+            losses.append(self.loss(microbatch))
+            losses[-1].backward()
+        if self.clip is not None:
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.on_device.step()
+        with torch.no_grad():
+            for parameter, copy in zip(self.parameters, self.copies, strict=True):
+                assert copy.grad is not None and parameter.grad is not None
+                copy.grad.copy_(parameter.grad, non_blocking=True)
+            self.settle()
+            self.optimizer.step()
+            for parameter, copy in zip(self.parameters, self.copies, strict=True):
+                parameter.copy_(copy, non_blocking=True)
+        self.model.zero_grad()
+        return losses
+
+
+def plain(arguments: Any, clip: float | None = None) -> Way:
+    """All in memory, stepped by the optimizer of the CPU."""
+    return StepOnHost(arguments, clip) if arguments.device == "cuda" else OurWay(arguments, None, clip)
+
+
 def take_turns(ways: dict[str, Way], microbatches: Sequence[Any], arguments: Any) -> dict[str, list[float]]:
-    """Run `arguments.pairs` rounds after two that warm up. Returns the seconds of each way."""
+    """Run `arguments.pairs` rounds of `arguments.burst` steps after two that warm up. Returns the seconds of each way."""
     for turn in range(arguments.pairs + 2):
         if turn % 4 == 0:
             note(f"round {turn + 1} of {arguments.pairs + 2}: {', '.join(ways)}")
         names = list(ways)[turn % len(ways) :] + list(ways)[: turn % len(ways)]
         for name in names:
-            ways[name].step(microbatches)
-    return {name: way.seconds[2:] for name, way in ways.items()}
+            ways[name].step(microbatches, arguments.burst)
+    return {name: way.seconds[2 * arguments.burst :: arguments.burst] for name, way in ways.items()}
 
 
 def compare(figures: dict[str, Any], name: str, theirs: Sequence[float], ours: Sequence[float]) -> None:
@@ -213,15 +275,16 @@ def compare(figures: dict[str, Any], name: str, theirs: Sequence[float], ours: S
     figures |= {f"{name}_low": low, f"{name}_high": high}
 
 
-def on_one_rank(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def on_one_rank(device: str, body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Run `body` with DeepSpeed as a job of one rank."""
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # compiled for a minute, and not needed
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
+    backend = "nccl" if device == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False)
     figures = body() | {"deepspeed": deepspeed.__version__}
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
@@ -230,20 +293,22 @@ def on_one_rank(body: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 def against_zero_offload(arguments: Any, microbatches: Sequence[Any]) -> dict[str, Any]:
     """Compare with gradients and optimizer state in host memory, without clipping and with it."""
-    model = Way(arguments).model
-    whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
-    block = sum(parameter.nbytes for parameter in model.blocks[0].parameters())
+    whole, block = sizes(arguments)
     limit = whole // 4 + 2 * block
-    state = {"optimizer": "cpu", "host": 2 * whole, "device_limit": limit}
-    ways: dict[str, Way] = {
-        "ours": OurWay(arguments, {**state, "clip": "none"}),
-        "zero": ZeroOffload(arguments),
-        "fsdp": Fsdp(arguments),
-        "ours clipped": OurWay(arguments, state, 1.0),
-        "zero clipped": ZeroOffload(arguments, 1.0),
-        "plain": OurWay(arguments),
-        "plain clipped": OurWay(arguments, None, 1.0),
+    state = {"optimizer": "cpu", "host": whole + whole // 4, "device_limit": limit}
+    makers: dict[str, Callable[[], Way]] = {
+        "ours": lambda: OurWay(arguments, {**state, "clip": "none"}),
+        "zero": lambda: ZeroOffload(arguments),
+        "fsdp": lambda: Fsdp(arguments),
+        "ours clipped": lambda: OurWay(arguments, state, 1.0),
+        "zero clipped": lambda: ZeroOffload(arguments, 1.0),
+        "plain": lambda: plain(arguments),
+        "plain clipped": lambda: plain(arguments, 1.0),
     }
+    ways: dict[str, Way] = {}
+    for name, make in makers.items():
+        note(f"making {name}")
+        ways[name] = make()
     seconds = take_turns(ways, microbatches, arguments)
     equal = [ways[name].losses == ways[f"plain{name[4:]}"].losses for name in ("ours", "ours clipped")]
     figures: dict[str, Any] = {"bits_equal": all(equal), "device_limit_of_state": limit / whole}
@@ -259,13 +324,31 @@ def against_zero_offload(arguments: Any, microbatches: Sequence[Any]) -> dict[st
     return figures
 
 
+def away(arguments: Any, directory: Path) -> dict[str, Any]:
+    """Keys of the section `state`: of a GPU, host memory takes what leaves the device, else the drive."""
+    if arguments.device != "cuda":
+        return {"directories": str(directory)}
+    whole, _ = sizes(arguments)
+    return {"host": whole + whole // 4}
+
+
+def sizes(arguments: Any) -> tuple[int, int]:
+    """Bytes of all model state, and of a block's parameters."""
+    model = Way(arguments).model
+    return 4 * _nbytes(model), _nbytes(model.blocks[0])
+
+
+def _nbytes(module: nn.Module) -> int:
+    return sum(parameter.nbytes for parameter in module.parameters())
+
+
 def against_plain_state(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dict[str, Any]:
     """Compare with the steps on the device, on the drive within the default limit of two chunks."""
-    state = {"directories": str(directory)}
+    state = away(arguments, directory)
     ours = OurWay(arguments, {**state, "optimizer": "cpu", "clip": "none"})
     exact = OurWay(arguments, {**state, "optimizer": "cpu"})
-    device, plain = OurWay(arguments, state), OurWay(arguments)
-    ways: dict[str, Way] = {"ours": ours, "exact": exact, "device": device, "plain": plain}
+    device, kept = OurWay(arguments, state), plain(arguments)
+    ways: dict[str, Way] = {"ours": ours, "exact": exact, "device": device, "plain": kept}
     for way in ways.values():
         way.step(microbatches)
     before = {way: way.moved() for way in (ours, exact, device)}
@@ -287,7 +370,9 @@ def against_plain_state(arguments: Any, microbatches: Sequence[Any], directory: 
         for kind, now, then in zip(("read", "written"), way.moved(), before[way], strict=True):
             moved = (now - then) / (arguments.pairs + 2) / (moving * block)
             figures[f"bytes_{kind}_per_parameter_byte{name}"] = moved
-    figures["bits_equal"] = ours.losses == exact.losses == device.losses == plain.losses
+    figures["bits_equal"] = ours.losses == exact.losses == kept.losses
+    if arguments.device != "cuda":  # whose arithmetic differs
+        figures["bits_equal"] &= ours.losses == device.losses
     for name, taken in seconds.items():
         figures[f"step_seconds_{name}_on_the_drive"] = statistics.median(taken)
     for way in (ours, exact, device):
@@ -302,9 +387,8 @@ PLANS = 3
 def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dict[str, Any]:
     """Compare the joint plan with every block recomputed and the state that then fits, in the same memory of the device; and its
     predictions with what was measured in the steps after it was made."""
-    model = Way(arguments).model
-    whole = 4 * sum(parameter.nbytes for parameter in model.parameters())
-    section = {"directories": str(directory)}
+    whole, _ = sizes(arguments)
+    section = away(arguments, directory)
     ratios, peaks = [], []
     for run in range(PLANS):
         note(f"run {run + 1} of {PLANS} that makes a plan")
@@ -329,14 +413,16 @@ def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dic
         ["recompute" if block.recompute else "keep" for block in problem.blocks],
     )
     recompute = OurWay(arguments, {**section, "device_limit": whole // 4 - every.peak}, recomputed=True)
-    plain = OurWay(arguments)
-    for way in (recompute, plain):
+    kept = OurWay(arguments)
+    for way in (recompute, kept):
         for _ in range(12):
             way.step(microbatches)
-    ways: dict[str, Way] = {"planned": ours, "recompute": recompute, "plain": plain}
-    seconds = {name: taken[10:] for name, taken in take_turns(ways, microbatches, arguments).items()}
+    ways: dict[str, Way] = {"planned": ours, "recompute": recompute, "plain": kept}
+    seconds = {
+        name: taken[-arguments.pairs :] for name, taken in take_turns(ways, microbatches, arguments).items()
+    }
     figures: dict[str, Any] = {
-        "bits_equal": ours.losses == recompute.losses == plain.losses,
+        "bits_equal": ours.losses == recompute.losses == kept.losses,
         "peak_error": max(abs(peak - 1) for peak, _ in ratios),
         "step_time_error": abs(statistics.median(ratio for _, ratio in ratios) - 1),
         "step_time_ratios": [ratio for _, ratio in ratios],
@@ -364,7 +450,7 @@ def papers() -> dict[str, Any]:
 def by_blocks(arguments: Any, microbatch: Any, directory: Path) -> dict[str, Any]:
     """Compare accumulation block by block with the usual order."""
     count = arguments.microbatches
-    state = {"directories": str(directory), "optimizer": "cpu", "clip": "none"}
+    state = away(arguments, directory) | {"optimizer": "cpu", "clip": "none"}
     vertical = OurWay(arguments, state, vertical=True)
     usual = OurWay(arguments, {**state, "microbatches": count})
     ways: dict[str, Way] = {"vertical": vertical, "usual": usual}
@@ -377,36 +463,42 @@ def by_blocks(arguments: Any, microbatch: Any, directory: Path) -> dict[str, Any
     return figures
 
 
+PARTS: dict[str, Callable[[Any, Any, Path], dict[str, Any]]] = {
+    "zero": lambda arguments, batch, directory: on_one_rank(
+        arguments.device, lambda: against_zero_offload(arguments, [batch])
+    ),
+    "state": lambda arguments, batch, directory: against_plain_state(arguments, [batch], directory),
+    "vertical": by_blocks,
+    "plan": lambda arguments, batch, directory: planned(arguments, [batch], directory),
+    "simulated": lambda arguments, batch, directory: simulated(note),
+    "papers": lambda arguments, batch, directory: papers(),
+}
+"""By the names of `--parts`."""
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
+    arguments.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="that trains")
     arguments.add_argument("--layers", type=int, default=8, help="blocks")
     arguments.add_argument("--hidden", type=int, default=256, help="width")
+    arguments.add_argument("--heads", type=int, default=8, help="of attention")
     arguments.add_argument("--sequence", type=int, default=128, help="tokens")
     arguments.add_argument("--batch", type=int, default=1, help="sequences")
     arguments.add_argument("--microbatches", type=int, default=4, help="that are accumulated block by block")
     arguments.add_argument("--pairs", type=int, default=12, help="interleaved rounds")
-    arguments.add_argument("--no-papers", action="store_true", help="leave out the published rows")
+    arguments.add_argument("--burst", type=int, default=1, help="steps of a way in a round")
+    arguments.add_argument("--parts", default=",".join(PARTS), help="to run, comma-separated")
     chosen = arguments.parse_args()
-    tokens, targets = (torch.randint(256, (chosen.batch, chosen.sequence)) for _ in range(2))
-    figures: dict[str, Any] = {
-        name: getattr(chosen, name) for name in ("layers", "hidden", "sequence", "batch", "pairs")
-    }
+    torch.manual_seed(1)
+    batch = [torch.randint(256, (chosen.batch, chosen.sequence), device=chosen.device) for _ in range(2)]
+    sizes = ("layers", "hidden", "sequence", "batch", "pairs", "burst")
+    figures: dict[str, Any] = {name: getattr(chosen, name) for name in sizes}
     with tempfile.TemporaryDirectory(prefix="ssdtrain-") as directory:
-        parts = [
-            on_one_rank(lambda: against_zero_offload(chosen, [(tokens, targets)])),
-            against_plain_state(chosen, [(tokens, targets)], Path(directory)),
-            by_blocks(chosen, (tokens, targets), Path(directory)),
-            planned(chosen, [(tokens, targets)], Path(directory)),
-        ]
-        equal = all(part.pop("bits_equal") for part in parts)
-        parts.append(simulated(note))
-        if not chosen.no_papers:
-            parts.append(papers())
-        for part in parts:
+        parts = {name: PARTS[name](chosen, tuple(batch), Path(directory)) for name in chosen.parts.split(",")}
+        figures["bits_equal"] = all([part.pop("bits_equal", True) for part in parts.values()])
+        for part in parts.values():
             figures |= part
-        finish(
-            {"bits_equal": equal, **figures, **hardware(directory), "torch": torch.__version__}, chosen.json
-        )
+        finish(figures | hardware(directory) | {"torch": torch.__version__}, chosen.json)
 
 
 if __name__ == "__main__":
