@@ -293,7 +293,7 @@ class ChunkedOptimizer:
 
     def _free(self, stored: StoredTensor) -> None:
         assert stored.slot is not None
-        self._store.free(stored.slot)
+        self._store.free(stored.slot, self._state_transfers.last_copy(stored.slot))
 
     def _device_of(self, parameter: nn.Parameter) -> torch.device:
         return self._state_device or parameter.device

@@ -6,39 +6,12 @@ from typing import Any
 
 import torch
 
+from ssdtrain.state.checksum import checksum
 from ssdtrain.state.transfers import HostCopy, StateTransfer, StateTransfers, failure_of
 from ssdtrain.storage import Slot, signals_deferred
-from ssdtrain.storage.memory import digest
 
 MOVABLE = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """Types of tensors that may leave: those with a NaN to show meanwhile."""
-
-
-_WORDS_AT_A_TIME = 1 << 17  # words at a time, which bounds the memory that it needs
-_PLACE, _MIX, _CARRY = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
-
-
-def checksum(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Compute an int64 of all bytes and their places on their device, which tells whether they were changed past torch's version
-    counters. Needs memory for some MiB at most.
-
-    A sum alone would not see that all signs are changed, or that rows are exchanged: each word is mixed with its place first. In
-    host memory it is the digest of drives, which the processor has an instruction for.
-    """
-    if storage.device.type == "cpu":
-        return torch.tensor(digest(storage.data_ptr(), storage.nbytes(), 1) >> 1, device="cpu")
-    raw = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    whole = raw.numel() // 8 * 8
-    words, rest = raw[:whole].view(torch.int64), raw[whole:].to(torch.int64)
-    places = torch.arange(1, min(words.numel(), _WORDS_AT_A_TIME) + 8, device=storage.device) * _PLACE
-    total = torch.zeros((), dtype=torch.int64, device=storage.device)
-    for block in (*words.split(_WORDS_AT_A_TIME), rest):
-        mixed = block + places[: block.numel()]
-        mixed ^= mixed >> 29
-        mixed *= _MIX
-        mixed ^= mixed >> 32
-        total = total * _CARRY + mixed.sum()
-    return total
 
 
 def is_movable(tensor: torch.Tensor, min_bytes: int = 1) -> bool:
@@ -131,7 +104,7 @@ class StoredTensor:
         self._load: StateTransfer | None = None
         self._version = tensor._version
         self._watched = watched
-        self._sum: torch.Tensor | None = None  # of the bytes in the slot, while they are in memory
+        self._sum: torch.Tensor | None = None  # of the bytes in the slot, if it was computed
 
     @property
     def in_memory(self) -> bool:
@@ -235,7 +208,6 @@ class StoredTensor:
         """Free the memory of a tensor that is hidden; `wait_to_free` has returned."""
         with signals_deferred():
             self._storage.resize_(0)
-            self._sum = None
 
     def wait_for_store(self) -> None:
         """Wait for the store. Raises IOFailure: it failed."""
@@ -315,7 +287,16 @@ class StoredTensor:
         """Return the bytes in host memory, where the thread steps them: the memory itself, which `wait_for_load` completes, or
         else a copy of what is in memory or in the slot."""
         self.wait_for_store()
-        return self._transfers.to_host(self.slot, self._storage, self._hidden.dtype, *self._geometry)
+        storage = self._storage
+        if self.slot is not None and self._transfers.steps_in(self.slot) and self._slot_is_right():
+            storage = torch.UntypedStorage(device=storage.device)  # nothing is copied
+        return self._transfers.to_host(self.slot, storage, self._hidden.dtype, *self._geometry)
+
+    def _slot_is_right(self) -> bool:
+        """Whether it is known that the slot has the bytes."""
+        if self.away:
+            return self.in_slot
+        return self.differs() is None and self.in_slot and (self._sum is not None or not self._watched)
 
     def take(self, stepped: HostCopy) -> None:
         """Take the bytes that the thread has stepped, which are those of the tensor from now on."""
@@ -323,17 +304,24 @@ class StoredTensor:
         if not self._transfers.frees_at_once:
             return
         assert self.slot is not None
-        self._store = self._transfers.store_host(self.slot, stepped)
+        if not self._transfers.steps_in(self.slot):
+            self._store = self._transfers.store_host(self.slot, stepped)
         self.in_slot = True
 
     def differs(self) -> torch.Tensor | None:
         """Return a flag on the device: the bytes are others than those of the slot, though no version counter has moved. None: a
-        counter has, or they are not watched."""
+        counter has, they are not watched, or the device has stored them where they are."""
         self._note_changes()
         if not self.in_slot or self._sum is None or self.away:
             return None
+        assert self.slot is not None
         with torch.inference_mode(False):
-            return checksum(self._storage) != self._sum
+            found = checksum(self._storage)
+            changed = found != self._sum
+            if not self._transfers.store_where(changed, self.slot, self._storage):
+                return changed
+        self._sum = found
+        return None
 
     def _note_changes(self) -> None:
         if self.tensor._version != self._version:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
+from ssdtrain.codecs import kernels
 from ssdtrain.device import Device, Event
 from ssdtrain.device.cuda import UNPIN_TIMEOUT
 from ssdtrain.patience import Patience
@@ -25,24 +26,30 @@ def failure_of(transfer: StateTransfer | Operation) -> Exception | None:
     return None
 
 
+def nothing() -> None:
+    """Wait for nothing."""
+
+
 class HostCopy:
     """Bytes of a tensor in host memory.
 
     Args:
         tensor: shows them.
         wait: blocks until they are there; any thread may call it.
-        buffer: whose memory it is; None: that of the tensor of which this is no copy.
+        buffer: whose memory it is; None: that of the tensor of which this is no copy, or that of `slot`.
     """
 
     def __init__(
         self,
         tensor: torch.Tensor,
-        wait: Callable[[], object] = lambda: None,
+        wait: Callable[[], object] = nothing,
         buffer: _HostBuffer | None = None,
+        slot: Slot | None = None,
     ) -> None:
         self.tensor = tensor
         self.wait = wait
         self.buffer = buffer
+        self.slot = slot
 
     def release(self) -> None:
         """Give the buffer back: its bytes are not needed any more."""
@@ -103,6 +110,18 @@ class StateTransfers:
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         return StateTransfer(self._store.write(slot, storage.data_ptr(), verify=self._verify), storage)
 
+    def store_where(self, flag: torch.Tensor, slot: Slot, storage: torch.UntypedStorage) -> bool:
+        """Store if `flag`, bool [] on the device, is set, which nobody waits for. Returns False if that cannot be done here."""
+        return False
+
+    def steps_in(self, slot: Slot) -> bool:
+        """Return whether `to_host` gives the memory of `slot` itself, so that what is stepped there is stored."""
+        return False
+
+    def last_copy(self, slot: Slot) -> Event | None:
+        """Return the end of the last copy between a device and `slot`, which may be reused behind it."""
+        return None
+
     def to_host(
         self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
     ) -> HostCopy:
@@ -149,14 +168,19 @@ class Staged(StateTransfers):
     """The same between slots and device memory, through an arena of host memory.
 
     Note: [Order on the device]
-        The current stream waits for both copies, so that memory that is freed after a store has begun is reused after its copy,
-        and a kernel after a load sees its bytes. The drives work meanwhile; the copies themselves delay the stream.
+        The current stream waits for copies off the device, so that memory that is freed after a store has begun is reused after
+        its copy; and for those to it when `wait` is called. Drives work meanwhile.
+
+    Note: [Slots in pinned memory]
+        Where the host tier is pinned, its slots need no buffer and no thread: the device copies to and from them itself, a load
+        as soon as it begins, and a chunk is stepped on the CPU in its slots. The host waits for no copy but for what it reads
+        itself: streams keep the order, of two copies with one slot too, by the event of the last one.
 
     Args:
         store: the tiers.
         device: of the storages.
         arena: pinned host memory.
-        verify: compare a checksum of all bytes.
+        verify: compare a checksum of all bytes, which only threads do.
     """
 
     frees_at_once = True
@@ -166,6 +190,13 @@ class Staged(StateTransfers):
         self._device = device
         self._arena = arena
         self._busy: deque[tuple[Operation | None, Event | None, _HostBuffer]] = deque()
+        self._copies: dict[int, Event | None] = {}  # the last one with a slot, by its address
+
+    def steps_in(self, slot: Slot) -> bool:
+        return slot.pinned and not self._verify
+
+    def last_copy(self, slot: Slot) -> Event | None:
+        return self._copies.get(slot.address)
 
     def make_room(self, nbytes: int) -> None:
         self._reclaim(block=False)
@@ -180,6 +211,11 @@ class Staged(StateTransfers):
         return lease is not None
 
     def load(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        if self.steps_in(slot):
+            storage.resize_(slot.nbytes)
+            copied = self._queue_copy_in(slot.address, storage, self.last_copy(slot))
+            self._note_copy(slot, copied, into=False)
+            return _DeviceLoad(self._device, copied, storage)
         buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         try:
             operation = self._store.read(slot, buffer.tensor.data_ptr(), memory=buffer)
@@ -189,6 +225,9 @@ class Staged(StateTransfers):
         return _StagedLoad(self, operation, storage, buffer, slot.nbytes)
 
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
+        if self.steps_in(slot):
+            self._copy_out(slot, storage)
+            return _DeviceCopy(storage)
         buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         copied = self._device.copy_to_host(storage.data_ptr(), buffer.tensor.data_ptr(), storage.nbytes())
         if copied is not None:
@@ -205,13 +244,42 @@ class Staged(StateTransfers):
             self._busy.append((operation, copied, buffer))
         return StateTransfer(operation, storage)
 
+    def store_where(self, flag: torch.Tensor, slot: Slot, storage: torch.UntypedStorage) -> bool:
+        words = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        if not (self.steps_in(slot) and self._writes_pinned and kernels.usable("auto", words)):
+            return False
+        kernels.copy_where_set(flag.view(1).to(torch.uint8), words, words, slot.address)
+        self._note_copy(slot, self._device.record(self._device.current_stream()), into=True)
+        return True
+
+    @cached_property
+    def _writes_pinned(self) -> bool:
+        return self._device.writes_pinned()
+
+    def _copy_out(self, slot: Slot, storage: torch.UntypedStorage) -> None:
+        copied = self._device.copy_to_host(storage.data_ptr(), slot.address, storage.nbytes())
+        if copied is not None:
+            self._device.wait(copied)
+        self._note_copy(slot, copied, into=True)
+
+    def _note_copy(self, slot: Slot, copied: Event | None, *, into: bool) -> None:
+        self._copies[slot.address] = copied
+        self._store.copied(slot.nbytes, into=into)
+
     def to_host(
         self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]
     ) -> HostCopy:
+        if slot is not None and self.steps_in(slot):
+            if storage.nbytes():
+                self._copy_out(slot, storage)
+            shown = torch.frombuffer(slot.view(), dtype=torch.uint8).untyped_storage()
+            last = self.last_copy(slot)
+            block = nothing if last is None else partial(self._device.block, last)
+            return HostCopy(_shown(shown, dtype, *geometry), block, slot=slot)
         nbytes = storage.nbytes() if slot is None else slot.nbytes
         buffer = _HostBuffer(self._arena.acquire(nbytes), nbytes)
         address = buffer.tensor.data_ptr()
-        wait: Callable[[], object] = lambda: None  # noqa: E731
+        wait: Callable[[], object] = nothing
         if storage.nbytes():
             copied = self._device.copy_to_host(storage.data_ptr(), address, nbytes)
             if copied is not None:
@@ -230,19 +298,30 @@ class Staged(StateTransfers):
         return StateTransfer(operation, copy.tensor.untyped_storage())
 
     def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
+        if copy.slot is not None:
+            copied = self._queue_copy_in(copy.slot.address, storage)
+            self._note_copy(copy.slot, copied, into=False)
+            if copied is not None:
+                self._device.wait(copied)
+            return
         assert copy.buffer is not None
         buffer, copy.buffer = copy.buffer, None
         self.copy_in(buffer, storage)
 
     def copy_in(self, buffer: _HostBuffer, storage: torch.UntypedStorage) -> None:
         """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
-        ready = self._device.record(self._device.current_stream())
-        after = [] if ready is None else [ready]
-        nbytes = storage.nbytes()
-        copied = self._device.copy_to_device(buffer.tensor.data_ptr(), storage.data_ptr(), nbytes, after)
+        copied = self._queue_copy_in(buffer.tensor.data_ptr(), storage)
         if copied is not None:
             self._device.wait(copied)
         self._busy.append((None, copied, buffer))
+
+    def _queue_copy_in(
+        self, address: int, storage: torch.UntypedStorage, behind: Event | None = None
+    ) -> Event | None:
+        """Queue the copy from `address`, behind `behind` and what the current stream was given before."""
+        ready = self._device.record(self._device.current_stream())
+        after = [event for event in (ready, behind) if event is not None]
+        return self._device.copy_to_device(address, storage.data_ptr(), storage.nbytes(), after)
 
     def close(self) -> None:
         """Give the buffers back, so that the arena can be closed, once their transfers have ended. The store is closed. Those of
@@ -277,6 +356,38 @@ class Staged(StateTransfers):
                 self._busy.popleft()
                 buffer.release()
             block = False
+
+
+class _DeviceCopy(StateTransfer):
+    """A copy from a device, which streams keep in order: there is nothing that the host waits for, and the device reports what
+    fails."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._storage = storage
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        return
+
+
+class _DeviceLoad(_DeviceCopy):
+    """A copy to a device, for which the stream waits that reads it."""
+
+    def __init__(self, device: Device, copied: Event | None, storage: torch.UntypedStorage) -> None:
+        super().__init__(storage)
+        self._device, self._copied = device, copied
+        self._stream = device.current_stream()
+
+    def wait(self) -> None:
+        if self._copied is None:
+            return
+        self._device.wait(self._copied)
+        if self._device.current_stream() != self._stream:  # whose memory it is
+            self._device.record_use(
+                torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
+            )
 
 
 class _StagedLoad(StateTransfer):

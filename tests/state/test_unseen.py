@@ -16,9 +16,10 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError
+from ssdtrain.state.checksum import checksum
 from ssdtrain.state.chunk import Part
 from ssdtrain.state.residency import Residency
-from ssdtrain.state.stored import StoredTensor, checksum
+from ssdtrain.state.stored import StoredTensor
 from ssdtrain.storage import Faults
 from ssdtrain.storage.errors import IOFailure
 from tests.state.conftest import Attach
@@ -142,6 +143,9 @@ def test_a_store_that_cannot_begin_leaves_no_slot_that_looks_unchanged() -> None
         frees_at_once, refuses = False, False
 
         def make_room(self, nbytes: int) -> None: ...
+
+        def store_where(self, *flag_slot_and_storage: Any) -> bool:
+            return False
 
         def store(self, slot: Any, storage: Any) -> Any:
             if self.refuses:

@@ -130,6 +130,14 @@ def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulat
         hadamard.unrotate(rotated, out, signs, unit, accumulate)
 
 
+def checksum(words: Tensor, place: int, mix: int) -> Tensor:
+    """Return the sum of `words` int64 [count], each mixed with its place; int64 []."""
+    from ssdtrain.codecs.kernels import words as kernel
+
+    with torch.cuda.device_of(words):
+        return kernel.checksum(words, place, mix)
+
+
 def copy_where_set(flag: Tensor, source: Tensor, target: Tensor, host: int = 0, first: int = 0) -> None:
     """Copy `source` to `target` where `flag` [1] is not zero, and its values from `first` on also to the address `host`."""
     from ssdtrain.codecs.kernels import overflow
