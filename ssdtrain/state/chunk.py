@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -162,6 +162,7 @@ class Chunk:
         held: it is needed again at once: it stays between two microbatches.
         backwards: through the block that have ended since the last step.
         pending: its step that a thread makes; None: none is due.
+        arriving: lets the current stream wait for parameters that stay, which come back from their step.
         norms: of its gradients, by parameter, where the step before has asked for norms; they are not known otherwise.
     """
 
@@ -186,7 +187,14 @@ class Chunk:
         self.held = False
         self.backwards = 0
         self.pending: ChunkStep | None = None
+        self.arriving: list[Callable[[], None]] = []
         self.norms: dict[nn.Parameter, torch.Tensor] = {}
+
+    def arrive(self) -> None:
+        """Let the current stream wait for what comes back."""
+        while self.arriving:
+            self.arriving[0]()
+            self.arriving.pop(0)
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:

@@ -157,11 +157,11 @@ class ChunkStep:
             raise failure
 
     def _free_device(self) -> None:
-        """Free what the thread has copies of."""
+        """Let go what the thread has copies of, when they are made."""
         if not self._owner.in_place:
-            self._owner.residency.forget(self._chunk.gradients)
+            self._owner.residency.let_go(self._chunk.gradients)
             if not self._chunk.values.pinned:
-                self._owner.residency.forget(self._chunk.values)
+                self._owner.residency.let_go(self._chunk.values)
 
     def _take(self) -> None:
         """Let the chunk have the bytes that the thread has left, once; if it had all of them."""
@@ -175,7 +175,7 @@ class ChunkStep:
             ):
                 stored[parameter].take(value)
             elif self._loaded:
-                self._owner.from_host(value, parameter)
+                self._chunk.arriving.append(self._owner.from_host(value, parameter))
                 if parameter in stored:
                     stored[parameter].in_slot = False
             value.release()

@@ -112,9 +112,9 @@ class HostOptimizer(ChunkedOptimizer):
         geometry = parameter.dtype, tuple(parameter.shape), tuple(parameter.stride())
         return self._device_transfers.to_host(None, parameter.untyped_storage(), *geometry)
 
-    def from_host(self, stepped: HostCopy, parameter: nn.Parameter) -> None:
-        """Give a parameter that stays on the device the bytes that the thread has left."""
-        self._device_transfers.from_host(stepped, parameter.untyped_storage())
+    def from_host(self, stepped: HostCopy, parameter: nn.Parameter) -> Callable[[], None]:
+        """Give a parameter that stays on the device the bytes that the thread has left, see `StateTransfers`."""
+        return self._device_transfers.from_host(stepped, parameter.untyped_storage())
 
     def run(self, groups: Groups, state: defaultdict[Any, Any]) -> None:
         """Run the optimizer's code on parameters in host memory; any thread may.
@@ -148,6 +148,7 @@ class HostOptimizer(ChunkedOptimizer):
         self._residency.times.outside += time.perf_counter() - began
         for chunk in self._residency.chunks:
             chunk.backwards, chunk.norms = 0, {}
+            chunk.arrive()  # who reads parameters between two steps does not ask
         self._factor, self._next_factor = self._next_factor, None
         self._options_inside, self._norms_wanted, self._clipped = [], self._clipped, False
         self._hooks.prefetch()
@@ -225,6 +226,7 @@ class HostOptimizer(ChunkedOptimizer):
         for chunk in self._residency.chunks:
             if chunk.pending is not None:
                 chunk.pending.finish()
+            chunk.arrive()
 
     @contextmanager
     def counting(self, microbatches: int) -> Iterator[None]:

@@ -202,6 +202,7 @@ class Residency:
         chunk.ahead = False
         if chunk.pending is not None:
             chunk.pending.finish()
+        chunk.arrive()
         for part in parts:
             self.begin(part, chunk)
         for part in parts:
@@ -269,6 +270,21 @@ class Residency:
                 self.release(part)
         self.wait()
 
+    def let_go(self, part: Part) -> None:
+        """Free the memory of `part`, whose bytes others have or get, when there are no copies of it under way."""
+        self._forget_dropped(part)
+        if part.where is not Where.HERE or part.stays:
+            self.forget(part)
+            return
+        for tensor in part.tensors:
+            tensor.wait_for_store()
+        with signals_deferred():
+            for tensor in part.tensors:
+                tensor.hide()
+            part.where = Where.LEAVING
+            self._leaving.append(part)
+        self._free_what_has_left()
+
     def forget(self, part: Part) -> None:
         """Free the memory of `part`, whose bytes nobody needs any more, or others have."""
         for tensor in part.tensors:
@@ -315,6 +331,7 @@ class Residency:
         self._limit = 1 << 62
         if chunk.pending is not None:
             chunk.pending.finish()
+        chunk.arrive()
         lost = self._lost_writes(part)
         self.begin(part, chunk)
         self.finish(part)

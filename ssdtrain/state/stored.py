@@ -193,7 +193,9 @@ class StoredTensor:
 
     def may_be_freed(self) -> bool:
         """Return True if `wait_to_free` does not wait."""
-        return self._store is None or self._transfers.frees_at_once or self._store.done()
+        if self._transfers.frees_at_once:
+            return self._transfers.may_be_freed(self._storage)
+        return self._store is None or self._store.done()
 
     def wait_to_free(self) -> None:
         """Wait for the store where it needs the memory.
@@ -207,6 +209,7 @@ class StoredTensor:
     def free(self) -> None:
         """Free the memory of a tensor that is hidden; `wait_to_free` has returned."""
         with signals_deferred():
+            self._transfers.before_free(self._storage)
             self._storage.resize_(0)
 
     def wait_for_store(self) -> None:

@@ -118,6 +118,13 @@ class StateTransfers:
         """Return whether `to_host` gives the memory of `slot` itself, so that what is stepped there is stored."""
         return False
 
+    def may_be_freed(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether no copy reads the memory of `storage`."""
+        return True
+
+    def before_free(self, storage: torch.UntypedStorage) -> None:
+        """Let what reuses the memory of `storage` come behind the copies that read it. The host does not wait."""
+
     def last_copy(self, slot: Slot) -> Event | None:
         """Return the end of the last copy between a device and `slot`, which may be reused behind it."""
         return None
@@ -136,8 +143,10 @@ class StateTransfers:
         """Store bytes that `to_host` gave, and that were changed since."""
         return self.store(slot, copy.tensor.untyped_storage())
 
-    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
-        """Give a storage the bytes that `to_host` gave of it, and that were changed since."""
+    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> Callable[[], None]:
+        """Give a storage the bytes that `to_host` gave of it, and that were changed since. Returns what lets the current stream
+        wait for them: who uses them calls it first."""
+        return nothing
 
     def of_host(self) -> StateTransfers:
         """Return the transfers of host memory through the same tiers."""
@@ -168,8 +177,9 @@ class Staged(StateTransfers):
     """The same between slots and device memory, through an arena of host memory.
 
     Note: [Order on the device]
-        The current stream waits for copies off the device, so that memory that is freed after a store has begun is reused after
-        its copy; and for those to it when `wait` is called. Drives work meanwhile.
+        The current stream waits for stores, so that what is written to the memory next comes behind them, and for loads when
+        `wait` is called. It does not wait for copies to the CPU's steps, whose source is freed next (`before_free`), as late as
+        there is room. Drives work meanwhile.
 
     Note: [Slots in pinned memory]
         Where the host tier is pinned, its slots need no buffer and no thread: the device copies to and from them itself, a load
@@ -191,9 +201,19 @@ class Staged(StateTransfers):
         self._arena = arena
         self._busy: deque[tuple[Operation | None, Event | None, _HostBuffer]] = deque()
         self._copies: dict[int, Event | None] = {}  # the last one with a slot, by its address
+        self._sources: dict[int, Event] = {}  # the end of the copy that reads a storage, by the storage
 
     def steps_in(self, slot: Slot) -> bool:
         return slot.pinned and not self._verify
+
+    def may_be_freed(self, storage: torch.UntypedStorage) -> bool:
+        copied = self._sources.get(storage._cdata)
+        return copied is None or copied.query()
+
+    def before_free(self, storage: torch.UntypedStorage) -> None:
+        copied = self._sources.pop(storage._cdata, None)
+        if copied is not None:
+            self._device.wait(copied)
 
     def last_copy(self, slot: Slot) -> Event | None:
         return self._copies.get(slot.address)
@@ -227,6 +247,7 @@ class Staged(StateTransfers):
     def store(self, slot: Slot, storage: torch.UntypedStorage) -> StateTransfer:
         if self.steps_in(slot):
             self._copy_out(slot, storage)
+            self.before_free(storage)
             return _DeviceCopy(storage)
         buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         copied = self._device.copy_to_host(storage.data_ptr(), buffer.tensor.data_ptr(), storage.nbytes())
@@ -257,10 +278,14 @@ class Staged(StateTransfers):
         return self._device.writes_pinned()
 
     def _copy_out(self, slot: Slot, storage: torch.UntypedStorage) -> None:
-        copied = self._device.copy_to_host(storage.data_ptr(), slot.address, storage.nbytes())
+        self._note_copy(slot, self._read(storage, slot.address), into=True)
+
+    def _read(self, storage: torch.UntypedStorage, address: int) -> Event | None:
+        """Queue the copy of `storage` to `address`: see `before_free`."""
+        copied = self._device.copy_to_host(storage.data_ptr(), address, storage.nbytes())
         if copied is not None:
-            self._device.wait(copied)
-        self._note_copy(slot, copied, into=True)
+            self._sources[storage._cdata] = copied
+        return copied
 
     def _note_copy(self, slot: Slot, copied: Event | None, *, into: bool) -> None:
         self._copies[slot.address] = copied
@@ -281,9 +306,8 @@ class Staged(StateTransfers):
         address = buffer.tensor.data_ptr()
         wait: Callable[[], object] = nothing
         if storage.nbytes():
-            copied = self._device.copy_to_host(storage.data_ptr(), address, nbytes)
+            copied = self._read(storage, address)
             if copied is not None:
-                self._device.wait(copied)
                 wait = partial(self._device.block, copied)
         else:
             assert slot is not None
@@ -297,16 +321,15 @@ class Staged(StateTransfers):
         self._busy.append((operation, None, buffer))
         return StateTransfer(operation, copy.tensor.untyped_storage())
 
-    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> None:
+    def from_host(self, copy: HostCopy, storage: torch.UntypedStorage) -> Callable[[], None]:
+        behind = self._sources.pop(storage._cdata, None)
+        copied = self._queue_copy_in(copy.tensor.data_ptr(), storage, behind)
         if copy.slot is not None:
-            copied = self._queue_copy_in(copy.slot.address, storage)
             self._note_copy(copy.slot, copied, into=False)
-            if copied is not None:
-                self._device.wait(copied)
-            return
-        assert copy.buffer is not None
-        buffer, copy.buffer = copy.buffer, None
-        self.copy_in(buffer, storage)
+        if copy.buffer is not None:
+            self._busy.append((None, copied, copy.buffer))
+            copy.buffer = None
+        return nothing if copied is None else partial(self._device.wait, copied)
 
     def copy_in(self, buffer: _HostBuffer, storage: torch.UntypedStorage) -> None:
         """Give the storage the bytes of `buffer` for what the current stream is given next; `buffer` is released after that."""
