@@ -190,7 +190,7 @@ class Staged(StateTransfers):
         store: the tiers.
         device: of the storages.
         arena: pinned host memory.
-        verify: compare a checksum of all bytes, which only threads do.
+        verify: compare a checksum of all bytes that a thread moves.
     """
 
     frees_at_once = True
@@ -204,7 +204,7 @@ class Staged(StateTransfers):
         self._sources: dict[int, Event] = {}  # the end of the copy that reads a storage, by the storage
 
     def steps_in(self, slot: Slot) -> bool:
-        return slot.pinned and not self._verify
+        return slot.pinned
 
     def may_be_freed(self, storage: torch.UntypedStorage) -> bool:
         copied = self._sources.get(storage._cdata)

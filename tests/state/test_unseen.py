@@ -87,13 +87,14 @@ class Turning(nn.Linear):
         return found
 
 
-def test_values_changed_through_data_in_a_forward_are_kept(attach: Attach) -> None:
+@pytest.mark.parametrize("tier", ["ssd", "host"])
+def test_values_changed_through_data_in_a_forward_are_kept(tier: str, attach: Attach) -> None:
     def evaluate(chunks: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
         model = nn.Module()
         model.layers = nn.ModuleList([Turning(32, 32) for _ in range(12)])  # more than fit
         if chunks:
-            attach(model, adamw(model.parameters()))
+            attach(model, adamw(model.parameters()), tier=tier)
         found = []
         with torch.no_grad():
             for _ in range(3):

@@ -1,0 +1,56 @@
+"""The section `state` in pinned host memory, to which the device copies itself: nothing waits, and no change is lost."""
+
+from __future__ import annotations
+
+import threading
+
+import emulated_cuda
+import pytest
+import torch
+
+from ssdtrain.codecs import kernels
+from ssdtrain.device import CudaDevice, Event
+from ssdtrain.state import checksum
+from tests.state import test_unseen
+from tests.state.conftest import Attach
+from tests.state.training import Recipe, adamw, batches, loss_of, make_model, run
+
+
+@pytest.mark.usefixtures("late")
+def test_what_is_changed_past_autograd_is_stored(device: torch.device, attach: Attach) -> None:
+    """By the host, or where there are kernels (Triton's interpreter) by the device itself."""
+    with device:
+        test_unseen.test_values_changed_through_data_in_a_forward_are_kept("host", attach)
+
+
+@pytest.mark.parametrize("optimizer_on", ["device", "cpu"])
+def test_a_step_makes_the_host_wait_for_nothing(
+    optimizer_on: str, device: torch.device, attach: Attach, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for the thread of the CPU's steps. Kernels are stood in for: what they compute is tested elsewhere."""
+    flags: list[torch.Tensor] = []
+    monkeypatch.setattr(kernels, "usable", lambda backend, *tensors: True)
+    monkeypatch.setattr(kernels, "checksum", lambda words, place, mix: checksum._sum_of(words, 1))
+    monkeypatch.setattr(kernels, "copy_where_set", lambda flag, *rest: flags.append(flag.clone()))
+    block, blocked = CudaDevice.block, []
+
+    def noted(self: CudaDevice, event: Event, timeout: float | None = None) -> bool:
+        blocked.append(threading.current_thread().name.partition("_")[0])
+        return block(self, event, timeout)
+
+    monkeypatch.setattr(CudaDevice, "block", noted)
+    with device:
+        model = make_model()
+        optimizer = adamw(model.parameters())
+        attach(model, optimizer, tier="host", optimizer_on=optimizer_on)
+        run(Recipe(steps=2), model, optimizer)  # sizes are known, the optimizer has its state
+        batch = batches(1)[0].to(device)
+        torch.cuda.synchronize()
+        blocked.clear()
+        before = emulated_cuda.counts()
+        loss_of(model, batch).backward()
+        optimizer.step()
+        waits = emulated_cuda.host_waits(before)
+    assert flags and not any(bool(flag) for flag in flags)
+    assert set(blocked) <= {"ssdtrain-step"}
+    assert sum(waits.values()) <= len(blocked)
