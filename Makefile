@@ -72,7 +72,7 @@ ON_DEVICE = OMP_NUM_THREADS=1 SSDTRAIN_POISON=1 EMULATED_DEVICES=8 $(CUDA)/bin/p
 test-cuda: $(CUDA)/.emulated $(CUDA)/.built
 	$(ON_DEVICE) -m gpu $(or $(TESTS),tests/cuda tests/gpu tests/test_device.py)
 	test -n "$(TESTS)" || TRITON_INTERPRET=1 $(ON_DEVICE) -m gpu tests/codecs/test_kernels.py tests/cuda/test_codecs.py \
-		tests/cuda/test_exact.py tests/cuda/test_sections.py
+		tests/cuda/test_exact.py tests/cuda/test_sections.py tests/cuda/test_state_copies.py
 	test -n "$(TESTS)" || SSDTRAIN_TEST_DEVICE=cuda $(ON_DEVICE) \
 		-k "(not slow or 1-zero) and not long or 2-zero1-overlap or 2-zero2-overlap" \
 		tests/deepspeed/test_matrix.py $(addprefix tests/megatron/test_,matrix.py comm.py estimated_bytes.py pretrain_on_device.py)

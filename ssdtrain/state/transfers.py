@@ -266,10 +266,12 @@ class Staged(StateTransfers):
         return StateTransfer(operation, storage)
 
     def store_where(self, flag: torch.Tensor, slot: Slot, storage: torch.UntypedStorage) -> bool:
-        words = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        if not (self.steps_in(slot) and self._writes_pinned and kernels.usable("auto", words)):
+        values = torch.empty(0, dtype=torch.int16, device=storage.device).set_(storage)
+        if not (self.steps_in(slot) and self._writes_pinned and kernels.usable("auto", values)):
             return False
-        kernels.copy_where_set(flag.view(1).to(torch.uint8), words, words, slot.address)
+        if values.numel() >= 1 << 31:  # a kernel counts no further
+            return False
+        kernels.copy_where_set(flag.view(1).to(torch.uint8), values, values, slot.address)
         self._note_copy(slot, self._device.record(self._device.current_stream()), into=True)
         return True
 

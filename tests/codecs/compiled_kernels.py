@@ -10,8 +10,9 @@ import torch
 from benchmarks.exact import ARCHITECTURES, bytes_per_value, exact_kernels
 from benchmarks.kernel_code import compile_kernel
 from ssdtrain.codecs.exact import Exact
-from ssdtrain.codecs.kernels import block, exact, hadamard, mask, overflow, zfp
+from ssdtrain.codecs.kernels import block, exact, hadamard, mask, overflow, words, zfp
 from ssdtrain.codecs.scales import ASYMMETRIC, E4M3, E5M2, SYMMETRIC
+from ssdtrain.state.checksum import _MIX, _PLACE
 
 POINTERS = {"payload": "*u8", "scale_in": "*i16", "code_in": "*u8", "sign": "*fp32", "rotated": "*fp32"}
 STRIDES = ("x_stride", "payload_stride", "padded")
@@ -45,6 +46,7 @@ for kernel, sizes in (
     (zfp._encode_kernel, ("numel", "blocks")),
     (zfp._decode_kernel, ("numel", "words")),
     (overflow._copy_kernel, ("host", "first", "count")),
+    (words._checksum_kernel, ("count",)),
 ):
     # Else a tensor of another size compiles a kernel in the step that has it.
     assert set(sizes) <= {p.name for p in kernel.params if p.do_not_specialize}, kernel
@@ -85,6 +87,9 @@ assert re.search(r"st\.global\.(v2|v4)", text), "values are stored as vectors"
 for to_host in (False, True):
     flagged = {"flag": "*u8", "source": "*i16", "target": "*i16", "host": "i64"}
     check(ptx(overflow._copy_kernel, flagged, {"R": 4096, "TO_HOST": to_host}))
+
+sums = {"words": "*i64", "sums": "*i64"}
+check(ptx(words._checksum_kernel, sums, {"PLACE": _PLACE, "MIX": _MIX, "W": 4096}, ("words",)))
 
 for architecture in ARCHITECTURES:
     for dtype in (torch.bfloat16, torch.float32):

@@ -14,8 +14,10 @@ from triton.runtime.interpreter import GridExecutor
 from ssdtrain.codecs import FixedSizeCodec, make_codec, payload_finite
 from ssdtrain.codecs.base import Pieces
 from ssdtrain.codecs.exact import POOL_BYTES, Exact
+from ssdtrain.codecs.kernels import words as checksum
 from ssdtrain.codecs.kernels.block import TENSOR_STRIDE
 from ssdtrain.codecs.warm_up import NUMELS, run_once
+from ssdtrain.state import checksum as state
 from tests.codecs.common import FLOATS, KEY, payload, randn
 from tests.codecs.test_exact import SUPERBLOCK, with_exceptions, with_exponents
 from tests.codecs.test_lossless import same_bits
@@ -201,3 +203,9 @@ def test_masks(numel: int) -> None:
     assert torch.equal(ours, expected)
     for codec in (kernels, reference):
         assert torch.equal(codec.decode(expected, torch.empty(numel, dtype=torch.bool)), x)
+
+
+@pytest.mark.parametrize("count", [1, 7, 4096, 4097, 300_001])
+def test_checksums(count: int) -> None:
+    words = torch.randint(-(2**62), 2**62, (count,)) * 2 + 1
+    assert torch.equal(checksum.checksum(words, state._PLACE, state._MIX), state._sum_of(words, 1))
