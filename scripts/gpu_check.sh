@@ -3,7 +3,8 @@
 #
 #   scripts/gpu_check.sh [--dry-run] [STEP...]
 #
-# Steps, in this order: install, doctor, streams, training, kernels (tests marked gpu), bench (the table of docs/results/gpu.md).
+# Steps, in this order: install, doctor, streams, training, kernels (tests marked gpu), model_state (its times; beside ZeRO-Offload
+# where DeepSpeed is installed), bench (the table of docs/results/gpu.md).
 # Without a name: all. One call takes at most LIMIT seconds (540) and begins no step that has ended, unless it is named; call it
 # again for the rest: `bench` goes on with the rows that are missing. About 20 minutes in all.
 #
@@ -70,19 +71,30 @@ streams() { tests tests/gpu/test_streams.py tests/gpu/test_exact.py tests/test_d
 training() { tests tests/gpu/test_training.py tests/gpu/test_features.py; }
 kernels() { TEST_LIMIT=240 tests tests/codecs/test_kernels.py; }
 
+model_state() {
+  local parts=state,plan sizes="--device cuda --layers 12 --hidden 2048 --heads 16 --sequence 1024 --batch 8 --pairs 4 --burst 4"
+  if [ -n "${DRY_RUN:-}" ]; then
+    parts=state sizes="--pairs 1"
+  elif "$python" -c "import deepspeed" 2>/dev/null; then
+    parts=zero,$parts
+  fi
+  # shellcheck disable=SC2086
+  "$python" -m benchmarks.protrain $sizes --parts $parts
+}
+
 bench() {
   "$python" -m benchmarks.gpu --rows "$state/rows.jsonl" --seconds "$1" "${benchmark[@]}" ${DIRECTORY:+--directory "$DIRECTORY"} \
     --write "$state/gpu.md"
 }
 
 # A step that is ended by its own limit has failed; one that the end of the call cuts off is not done.
-declare -A most=([install]=150 [doctor]=60 [streams]=180 [training]=420 [kernels]=270 [bench]=480)
+declare -A most=([install]=150 [doctor]=60 [streams]=180 [training]=420 [kernels]=270 [model_state]=240 [bench]=480)
 if [ "${1:-}" = --step ]; then # by this script, below `timeout`
   "$2" "${3:-}"
   exit
 fi
 
-steps=(install doctor streams training kernels bench)
+steps=(install doctor streams training kernels model_state bench)
 asked=("${@:-${steps[@]}}")
 for step in "${asked[@]}"; do
   [ -n "${most[$step]:-}" ] || { echo "no step is called $step: ${steps[*]}"; exit 2; }

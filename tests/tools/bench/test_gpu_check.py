@@ -86,7 +86,7 @@ def test_steps_that_fail_or_are_cut_off_stop_no_other_and_a_second_call_goes_on(
 def test_what_has_not_run_is_not_called_well(tmp_path: Path) -> None:
     status, output, _ = check(tmp_path, "doctor")
     assert status == 0 and "all well" not in output
-    assert "not run: install streams training kernels bench\n" in output
+    assert "not run: install streams training kernels model_state bench\n" in output
     status, output, calls = check(tmp_path, LIMIT="0")
     assert status == 75 and "all well" not in output and not calls
     status, output, calls = check(tmp_path, "doctor", LIMIT="0")  # named, and then without time for it
