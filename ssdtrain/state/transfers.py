@@ -235,7 +235,7 @@ class Staged(StateTransfers):
             storage.resize_(slot.nbytes)
             copied = self._queue_copy_in(slot.address, storage, self.last_copy(slot))
             self._note_copy(slot, copied, into=False)
-            return _DeviceLoad(self._device, copied, storage)
+            return _OrderedLoad(self._device, copied, storage)
         buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         try:
             operation = self._store.read(slot, buffer.tensor.data_ptr(), memory=buffer)
@@ -248,7 +248,7 @@ class Staged(StateTransfers):
         if self.steps_in(slot):
             self._copy_out(slot, storage)
             self.before_free(storage)
-            return _DeviceCopy(storage)
+            return _OrderedStore(storage)
         buffer = _HostBuffer(self._arena.acquire(slot.nbytes), slot.nbytes)
         copied = self._device.copy_to_host(storage.data_ptr(), buffer.tensor.data_ptr(), storage.nbytes())
         if copied is not None:
@@ -383,7 +383,7 @@ class Staged(StateTransfers):
             block = False
 
 
-class _DeviceCopy(StateTransfer):
+class _OrderedStore(StateTransfer):
     """A copy from a device, which streams keep in order: there is nothing that the host waits for, and the device reports what
     fails."""
 
@@ -397,7 +397,7 @@ class _DeviceCopy(StateTransfer):
         return
 
 
-class _DeviceLoad(_DeviceCopy):
+class _OrderedLoad(_OrderedStore):
     """A copy to a device, for which the stream waits that reads it."""
 
     def __init__(self, device: Device, copied: Event | None, storage: torch.UntypedStorage) -> None:
