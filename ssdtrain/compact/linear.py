@@ -132,7 +132,6 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(saved, weight, block)
         ctx.saved_input = None if block is not None else saved_input
         ctx.transposed, ctx.communication = transposed, communication
-        ctx.x_dtype = x.dtype
         if communication is not None:
             x = communication.gather_input(x)
         with torch.autocast(x.device.type, enabled=False):
