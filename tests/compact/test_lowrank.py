@@ -315,14 +315,6 @@ def test_another_optimizer_is_an_error() -> None:
     runtime.close()
 
 
-def test_a_second_runtime_on_its_layers_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(64, 8))
-    runtime = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="another runtime compresses already"):
-        ssdtrain.attach(model, {"compact": {"mode": "quant"}, "report": {"interval": 0}})
-    runtime.close()
-
-
 def test_a_load_replaces_all_of_a_weight() -> None:
     model, other = llama(), llama()
     with torch.no_grad():

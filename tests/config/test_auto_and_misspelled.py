@@ -47,11 +47,6 @@ def test_with_a_lossy_codec_all_is_offloaded_unless_an_amount_is_given() -> None
     assert amount(codec="int8", device_budget="1GiB") == "auto"
 
 
-def test_a_device_budget_needs_the_policy_that_keeps_it() -> None:
-    with pytest.raises(ConfigError, match=r'device_budget.*needs amount: "auto"'):
-        load_config({"offload": {"directories": "/nvme0", "amount": "all", "device_budget": "1GiB"}})
-
-
 @pytest.mark.parametrize("flag", AUTO_IS_DEFAULT, ids=lambda flag: flag.path)
 def test_auto_is_a_key_left_out(flag: Flag) -> None:
     with_auto: dict[str, Any] = {key: dict(section) for key, section in MINIMUM.items()}
@@ -93,6 +88,17 @@ def test_a_flag_of_auto_wins_over_the_file(flag: Flag, tmp_path: Path) -> None:
             "has no unit, and would be 30 bytes.*30GiB",
         ),
         ({"plan": {"device_limit": "80"}}, "has no unit, and would be 80 bytes"),
+        (
+            {"offload": {"directories": "/a", "amount": "all", "device_budget": "1GiB"}},
+            r'device_budget.*needs amount: "auto"',
+        ),
+        ({"offload": {"directory": "/a", "host": "1GiB"}}, r"did you mean ssdtrain\.offload\.directories\?"),
+        (
+            {"ssdtrain": {"offload": {"directories": "/a"}}},
+            r"ssdtrain\.ssdtrain: .*did you mean ssdtrain, which is one level up",
+        ),
+        ({"offload": {"directories": "auto"}}, "no place to offload to"),
+        ({"compact": "auto"}, r"ssdtrain\.compact: 'auto' is not a block of keys"),
     ],
 )
 def test_a_mistake_is_named_with_what_was_meant(block: dict[str, Any], message: str) -> None:
@@ -109,13 +115,6 @@ def test_a_block_inside_of_another_section_blames_no_other_key(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"zero_optimization\.ssdtrain.*at the top level") as error:
         load_config(file)
     assert len(error.value.problems) == 1
-
-
-def test_auto_for_what_must_be_there_is_rejected() -> None:
-    with pytest.raises(ConfigError, match="no place to offload to"):
-        load_config({"offload": {"directories": "auto"}})
-    with pytest.raises(ConfigError, match=r"ssdtrain\.compact: 'auto' is not a block of keys"):
-        load_config({"compact": "auto"})
 
 
 def test_offload_auto_is_a_share_of_free_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,15 +171,3 @@ def test_a_file_with_a_misspelled_block_says_so(word: str, tmp_path: Path) -> No
     with pytest.raises(ConfigError, match=f"{word}: .* did you mean ssdtrain".replace(" did", r" \(did")):
         load_config(file)
     assert resembles(word, "ssdtrain") and not resembles("train", "ssdtrain")
-
-
-def test_the_likelier_of_two_near_keys_is_named() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean ssdtrain\.offload\.directories\?"):
-        load_config({"offload": {"directory": "/a", "host": "1GiB"}})
-
-
-def test_a_block_one_level_too_deep_says_so() -> None:
-    with pytest.raises(
-        ConfigError, match=r"ssdtrain\.ssdtrain: .*did you mean ssdtrain, which is one level up"
-    ):
-        load_config({"ssdtrain": {"offload": {"directories": "/a"}}})

@@ -174,14 +174,6 @@ def spill_files(directory: Path) -> list[str]:
     return [str(link) for link in links if str(link).startswith(str(directory))]
 
 
-def test_an_engine_can_be_made_again_after_destroy(make_engine: MakeEngine) -> None:
-    first = make_engine()
-    losses = train(first)
-    first.destroy()
-    again = make_engine()
-    assert all_equal(losses, train(again))
-
-
 def test_two_engines_have_a_runtime_each(make_engine: MakeEngine) -> None:
     alone = train(make_engine(None))
     one, other = make_engine(), make_engine()

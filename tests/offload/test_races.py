@@ -260,6 +260,10 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
         for region in busy
     ]
     assert all(written_from), "memory was let go under a store"
+    if (
+        way is STAGED
+    ):  # the copy is in the buffer: device memory would stay taken for as long as the drive takes
+        assert not any(region.in_tensor for region in busy)
     live = runtime.statistics().store.live_slots  # type: ignore[union-attr]
     assert live >= len(busy), "a slot was free for others while an old store was in flight"
     pool_of(runtime).release()  # type: ignore[attr-defined]
@@ -402,18 +406,6 @@ def test_a_handle_that_dies_under_the_lock_does_not_take_it(make_runtime: MakeRu
     threading.Thread(target=collect_under_the_lock, daemon=True).start()
     assert done.wait(60), "a finalizer waited for the lock that its own thread holds"
     holds_nothing(runtime)
-
-
-def test_close_during_io_waits_for_it(way: Variant, make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime(way)
-    runtime.expects_live = True  # type: ignore[attr-defined]
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
-    _, loss = chain(runtime)
-    timer = threading.Timer(0.1, pool_of(runtime).release)  # type: ignore[attr-defined]
-    timer.start()
-    runtime.close()
-    timer.join()
-    del loss
 
 
 def test_a_closed_engine_makes_no_buffers(way: Variant, make_runtime: MakeRuntime) -> None:

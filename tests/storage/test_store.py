@@ -37,16 +37,6 @@ def test_the_host_tier_is_taken_first_then_the_emptiest_drive(make_store: Make) 
     assert again.drive == emptied
 
 
-def test_a_large_slot_lies_on_every_drive(make_store: Make, arena: Arena) -> None:
-    store = make_store(3, stripe=MiB)
-    source = filled(arena, 12 * MiB + 1, page_offset=64)
-    slot = store.reserve(source.nbytes)
-    assert store.write(slot, source.address).wait(30)
-    written = [drive.bytes_written for drive in store.metrics.drives]
-    assert sum(written) == source.nbytes and max(written) - min(written) <= 4 * ALIGNMENT
-    assert contents(store, slot, arena) == payload(source.nbytes)
-
-
 def test_capacity_is_a_limit_and_the_error_has_the_figures(make_store: Make) -> None:
     store = make_store(2, capacity=4 * MiB, host_bytes=2 * MiB)
     slots = []

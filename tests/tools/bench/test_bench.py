@@ -12,7 +12,6 @@ import torch
 
 from ssdtrain.tools.bench.codec import device_seconds
 from ssdtrain.tools.bench.io import fio_command
-from ssdtrain.tools.bench.ratios import paired_ratio
 from ssdtrain.tools.cli import main
 
 MODEL = """
@@ -229,10 +228,6 @@ def test_what_cannot_be_measured_is_one_line(
     assert main(["bench", *words.split()]) == 1
     error = capsys.readouterr().err
     assert why in error and "Traceback" not in error and error.count("\n") == 1 + error.count("\n  ssdtrain.")
-
-
-def test_the_pairing_is_of_neighbours() -> None:
-    assert paired_ratio([1.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
 
 
 @pytest.mark.long

@@ -36,19 +36,10 @@ def test_the_front_has_what_no_other_way_beats_in_both() -> None:
 @pytest.mark.slow
 def test_a_dry_run_trains_every_kind_of_way_and_draws_it(tmp_path: Path) -> None:
     plot = tmp_path / "front.png"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.front",
-        "--device",
-        "cpu",
-        "--dry-run",
-        "--json",
-        "--plot",
-        str(plot),
-    ]
-    command += ["--ways", "keep,recompute:1,host_auto,plan:0.5,host,save_on_cpu"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    words = "-m benchmarks.front --device cpu --dry-run --json --ways keep,recompute:1,host_auto,plan:0.5,host,save_on_cpu"
+    run = subprocess.run(
+        [sys.executable, *words.split(), "--plot", str(plot)], capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["bits_equal"] and not result["failed"] and not result["left_out"]
