@@ -109,15 +109,6 @@ def test_whatever_comes_late_the_bits_are_those_of_a_run_without(
     assert_same_bits(trained(None, tmp_path, device, steps), trained(CONFIGS[name], tmp_path, device, steps))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_other_models_and_half_precision(
-    kind: str, dtype: torch.dtype, device: torch.device, tmp_path: Path
-) -> None:
-    expected = trained(None, tmp_path, device, 3, kind, dtype)
-    assert_same_bits(expected, trained(CONFIGS["all"], tmp_path, device, 3, kind, dtype))
-
-
 @pytest.mark.parametrize("name", ["all", "host", "auto", "host and auto"])
 def test_a_step_makes_the_host_wait_for_nothing_and_copies_nothing_pageable(
     name: str, device: torch.device, tmp_path: Path
@@ -182,16 +173,6 @@ def test_autocast_with_scaled_losses(dtype: torch.dtype, device: torch.device, t
         "report": {"interval": 0},
     }
     assert all(torch.equal(a, b) for a, b in zip(run(None), run(config), strict=True))
-
-
-@pytest.mark.usefixtures("late")
-def test_a_compiled_model(device: torch.device, tmp_path: Path) -> None:
-    def compiled(model: torch.nn.Module) -> torch.nn.Module:
-        torch._dynamo.reset()
-        return torch.compile(model, backend="aot_eager")  # type: ignore[no-any-return]
-
-    expected = trained(None, tmp_path, device, 2, around=compiled)
-    assert_same_bits(expected, trained(CONFIGS["all"], tmp_path, device, 2, around=compiled))
 
 
 @pytest.mark.parametrize("name", ["all", "host"])

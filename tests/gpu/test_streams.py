@@ -211,11 +211,14 @@ def overwrite(gpu: torch.device, count: int = COUNT) -> None:
     del taken
 
 
-def test_what_another_stream_makes_is_stored_when_it_is_made(gpu: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", [0, "64MiB"], ids=["drive", "host"])
+def test_what_another_stream_makes_is_stored_when_it_is_made(
+    host: int | str, gpu: torch.device, tmp_path: Path
+) -> None:
     """The next operator, on another stream that does not wait for the first, begins the store."""
     side = torch.cuda.Stream(gpu)
     xs = [ones(gpu) for _ in range(8)]
-    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)
+    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, host=host)
     try:
         for _ in range(2):
             for x in xs:
