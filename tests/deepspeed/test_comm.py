@@ -236,14 +236,14 @@ def detached(rank: int) -> Any:
     from deepspeed.runtime.zero import stage_1_and_2
 
     def functions() -> list[Any]:
-        names = (
+        names = [
             "all_reduce",
             "reduce_scatter_tensor",
             "all_gather_into_tensor",
             "all_to_all_single",
             "send",
             "recv",
-        )
+        ]
         return [
             *(getattr(TorchBackend, name) for name in names),
             *(

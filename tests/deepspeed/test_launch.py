@@ -90,14 +90,7 @@ def test_python_m_needs_no_launcher_and_no_mpi4py(config: Path) -> None:
     assert '"saved_bytes"' in done.stdout
 
 
-OF_A_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+OF_A_LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
 def results_of(command: list[str], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
@@ -151,11 +144,7 @@ def test_python_m_and_the_plain_script_give_the_same_losses(config: Path) -> Non
 def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
     torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
+        *["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"],
         str(free_port()),
     ]
     found = results_of([*torchrun, "-m", "ssdtrain_ds", str(SCRIPT), str(config)])
@@ -166,13 +155,8 @@ def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
 @pytest.mark.long
 @pytest.mark.distributed
 def test_deepspeeds_launcher_runs_the_module_and_its_local_rank_reaches_the_script(config: Path) -> None:
-    launcher = [
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--num_gpus",
-        "1",
-        "--master_port",
-        str(free_port()),
-    ]
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    launcher = [deepspeed, "--num_gpus", "1", "--master_port", str(free_port())]
     (found,) = results_of([*launcher, "--module", "ssdtrain_ds", str(SCRIPT), str(config)])
     assert found["local_rank"] == 0
     assert found["saved_bytes"] > 0

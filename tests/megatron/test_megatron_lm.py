@@ -201,16 +201,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_left(tmp_path: Path
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
     }
-    flags = [
-        *FLAGS,
-        "--train-iters",
-        "100000",
-        "--exit-signal-handler",
-        "--save-interval",
-        "100000",
-        "--save",
-        str(tmp_path / "saved"),
-    ]
+    endless = "--train-iters 100000 --exit-signal-handler --save-interval 100000 --save"
+    flags = [*FLAGS, *endless.split(), str(tmp_path / "saved")]
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-u", *ARRANGED, *LAUNCHER, script(), *flags, *offload],
