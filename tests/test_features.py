@@ -155,7 +155,7 @@ def test_events_arrive_in_the_order_of_training(tmp_path: Path, caplog: pytest.L
         runtime.register(model)
         with runtime.step():
             with runtime.forward(1, 2, keep=True) as tape:
-                assert tape is not None and tape.microbatch == 2
+                assert tape.microbatch == 2
                 loss = model(torch.randn(4, 64)).sum()
             runtime.next_backward((1, 2))
             with runtime.backward(1, 2):

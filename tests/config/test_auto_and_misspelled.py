@@ -38,7 +38,6 @@ def test_auto_is_an_amount_and_the_default() -> None:
 def test_with_a_lossy_codec_all_is_offloaded_unless_an_amount_is_given() -> None:
     def amount(**more: str) -> str:
         offload = load_config({"offload": {"directories": "/nvme0", **more}}).offload
-        assert offload is not None
         return offload.amount.kind
 
     assert amount(codec="int8") == "all"
@@ -120,7 +119,7 @@ def test_a_block_inside_of_another_section_blames_no_other_key(tmp_path: Path) -
 def test_offload_auto_is_a_share_of_free_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     offload = load_config({"offload": "auto"}).offload
-    assert offload is not None and not offload.directories
+    assert not offload.directories
     assert 0 < 7 * offload.host < psutil.virtual_memory().total
 
 
@@ -129,7 +128,6 @@ def test_of_a_list_given_twice_the_last_is_taken_and_a_warning_names_both(
 ) -> None:
     name = "--ssdtrain-offload-directories"
     config = config_from_namespace(parser().parse_args([name, "/a", "/b", name, "/c", name, "/c"]))
-    assert config is not None and config.offload is not None
     assert config.offload.directories == ("/c",)
     (line,) = caplog.messages
     assert f"{name} is given more than once" in line and "'/a', '/b'" in line and "'/c'" in line

@@ -122,7 +122,7 @@ def test_a_reentrant_checkpoint_has_no_determinism_check() -> None:
 
 def test_a_small_buffer_does_not_contradict_a_default_that_nobody_wrote() -> None:
     config = load_config({"offload": {"directories": "/a", "buffer": "64MiB"}})
-    assert config.offload is not None and config.offload.in_flight is None
+    assert config.offload.in_flight is None
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,6 @@ def test_yaml_reads_on_and_off_and_exponents_as_people_mean_them(tmp_path: Path)
         "offload:\n  directories: /nvme0\n  direct: off\n  capacity: 1e9\n  amount: 60%\n  deadline: 500ms\n"
     )
     offload = load_config(write(tmp_path, "c.yaml", text)).offload
-    assert offload is not None
     assert (offload.direct, offload.capacity, offload.amount.value, offload.deadline) == (
         "off",
         10**9,

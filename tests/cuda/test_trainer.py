@@ -72,7 +72,6 @@ def trained(name: str, directory: Path, attach: bool) -> tuple[list[float], list
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         if runtime is not None:
             statistics = runtime.statistics()
-            assert statistics is not None
             assert statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes > 0
     finally:
         if runtime is not None:

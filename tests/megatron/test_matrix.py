@@ -35,7 +35,6 @@ all_rows = pytest.mark.parametrize("row", parameters(ROWS))
 def runs(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(without, with) offload, of every rank."""
     found = MATRIX.results(row.name)
-    assert found is not None
     for result in found:
         yield result["plain"], result["offloaded"]
 

@@ -41,7 +41,6 @@ def test_a_failed_write_keeps_the_bytes_in_memory_with_one_warning(
     runtime = make_runtime(way, faults=Faults(fail_writes=frozenset({3, 7, 8}), error=error))
     assert same(plain, zoo.run(zoo.gpt, partial(stored_forward, runtime)))
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.failed_stores >= 1
     assert found.offload.kept_full_bytes > 0
     assert found.store.drives[0].retired
@@ -55,7 +54,6 @@ def test_a_failed_write_goes_to_the_other_drive(way: Variant, make_runtime: Make
     runtime = make_runtime(replace(way, drives=2), faults=Faults(fail_writes=frozenset({2})))
     assert same(plain, zoo.run(zoo.gpt, partial(stored_forward, runtime)))
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.failed_stores >= 1 and found.offload.kept_full_bytes == 0
     assert sorted(drive.retired for drive in found.store.drives) == [False, True]
 

@@ -39,7 +39,6 @@ def coding_on(machine: Machine, seconds: float) -> type[Coding]:
             return None if self.rule is None else self._floats
 
         def _work(self, nbytes: int, end: Any) -> None:
-            assert self.rule is not None
             self.device_seconds += nbytes * self.rule.encode
             machine.device.current_stream().work(nbytes * seconds, label="codec", end=end)
 

@@ -110,10 +110,7 @@ def test_an_outlier_is_on_the_device_once() -> None:
 
 @pytest.mark.parametrize(
     ("order", "at_forwards"),
-    [
-        (one_after_the_other(2), [4, 8]),
-        (one_forward_one_backward(4, 2), [4, 4, 4, 4]),
-    ],
+    [(one_after_the_other(2), [4, 8]), (one_forward_one_backward(4, 2), [4, 4, 4, 4])],
     ids=["plain", "1F1B"],
 )
 def test_an_arena_grows_when_nothing_is_alive(order: list[tuple[str, int]], at_forwards: list[int]) -> None:
@@ -146,7 +143,6 @@ def test_in_a_loop_that_announces_its_steps_an_arena_grows_between_them(steps: b
     config = load_config({"offload": {"directories": str(tmp_path), "amount": "all"}})
     grown: list[bool] = []
     with Runtime(config, torch.device("cpu")) as runtime:
-        assert runtime.engine is not None
         runtime.engine.grow = lambda *, between_steps: grown.append(between_steps)  # type: ignore[method-assign]
         weight = torch.ones(64, 64, requires_grad=True)
         for _ in range(2):

@@ -154,7 +154,6 @@ def test_close_waits_for_copies_that_use_the_arena_and_unmaps_it() -> None:
     assert isinstance(transfer, StagedTransfer) and arena is not None
     # 1. A region was handed out and released while its copy to the device is under way: the copy alone uses the buffer.
     lease = engine.buffers.acquire(MiB)
-    assert lease is not None
     target = made.device.load_target(MiB)
     event = made.device.copy_to_device(lease.address, target.data_ptr(), MiB)
     transfer._return(lease, event, None, None)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def test_a_killed_process_leaves_no_space_and_no_name(
     mount = small_filesystem(64 * MiB)
     empty = free_bytes(mount)
     process = spawn(WORKING + "    print('working', flush=True)\n    work()\n", mount, engine)
-    assert process.stdout is not None and process.stdout.readline() == "working\n"
+    assert process.stdout.readline() == "working\n"
     time.sleep(moment)
     assert free_bytes(mount) <= empty - 40 * MiB and os.listdir(mount) == []
     process.send_signal(end)

@@ -134,7 +134,6 @@ def test_a_codec_makes_written_bytes_fewer_than_offloaded_ones(tmp_path: Path) -
 def test_bytes_are_shown_for_each_tier(tmp_path: Path) -> None:
     runtime, _ = train(tmp_path, {"host": "4MiB"})
     found = runtime.statistics()
-    assert found is not None
     values = found.values()
     assert values["host_bytes_written"] > 0 and values["ssd_bytes_written"] > 0
     assert values["host_bytes_written"] + values["ssd_bytes_written"] == values["offloaded_bytes"]
@@ -235,7 +234,6 @@ def test_a_wait_of_less_than_a_hundredth_limits_nothing(
     waited: float, second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime, _ = train(tmp_path, {}, report={"interval": 10**9})
-    assert runtime.engine is not None
     counted, seconds = runtime.engine.metrics, runtime.statistics().step_seconds  # type: ignore[union-attr]
     counted.load_wait_seconds = waited * seconds + 0.0001 * seconds
     counted.store_wait_seconds = 0.0

@@ -134,7 +134,6 @@ def test_waits_are_those_of_the_metrics(tmp_path: Path) -> None:
     model = make_model()
     runtime = Runtime(load_config(config(tmp_path, "1-3", codec="int8", prefetch=0)))
     runtime.register(model)
-    assert runtime.engine is not None
     for _ in range(3):
         with runtime.step():
             with runtime.forward():
@@ -182,7 +181,6 @@ def test_a_picture_of_memory_beside_a_trace_leaves_no_timeline_behind(
     model = make_model()
     runtime = Runtime(load_config(config(tmp_path, [3])))
     runtime.register(model)
-    assert runtime.engine is not None
     meter = runtime.engine.meter
     plot = PlanPlot(tmp_path / "plan.png", meter)
     plot._panel = MemoryPanel("a plan", [(0.0, 0)], (), 0)

@@ -103,9 +103,7 @@ def test_memory_that_poses_as_a_drive_is_told(capsys: pytest.CaptureFixture[str]
     assert "memory, not a drive" in found["/dev/shm: file system"]["remedy"]
 
 
-def test_without_the_c_engine_it_says_what_runs_instead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_without_the_c_engine_it_says_what_runs_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = importlib.import_module
 
     def refuse(name: str) -> object:

@@ -95,7 +95,7 @@ def test_a_real_run_can_be_read_with_the_loss_that_it_logged(tmp_path: Path) -> 
         saved = runtime.statistics()
     run = JournaledRun.read(tmp_path / "report")
     assert run.over_ranks("loss") == {1: 2.0, 2: 1.0}  # NaN is no JSON
-    assert saved is not None and run.total("saved_bytes") == saved.offload.saved_bytes
+    assert run.total("saved_bytes") == saved.offload.saved_bytes
 
 
 @pytest.mark.parametrize("section", ["plan", "amount"])
