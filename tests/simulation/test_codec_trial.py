@@ -67,15 +67,11 @@ def offloading(
     link: float, seconds: float, rule: CodecRule | None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Machine, OffloadEngine]]:
     """An engine that offloads everything over a link of so many GB/s."""
-    machine = Machine(link * GB, [(100 * GB, 100 * GB)])
-    monkeypatch.setattr(engine_module, "Coding", coding_on(machine, seconds))
-    options = EngineOptions(min_bytes=1024, buffer=32 * MiB, prefetch=16 * MiB, staged=True, codec=rule)
-    engine = machine.engine(options)
-    try:
+    with Machine(link * GB, [(100 * GB, 100 * GB)]) as machine:
+        monkeypatch.setattr(engine_module, "Coding", coding_on(machine, seconds))
+        options = EngineOptions(min_bytes=1024, buffer=32 * MiB, prefetch=16 * MiB, staged=True, codec=rule)
+        engine = machine.engine(options)
         yield machine, engine
-    finally:
-        engine.close()
-        machine.close()
 
 
 @pytest.mark.parametrize(
