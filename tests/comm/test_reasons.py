@@ -99,6 +99,7 @@ def test_the_journal_has_the_reasons_of_what_went_uncompressed(tmp_path: Path) -
 
 
 MIB = 2**20
+TABLE = [(19 * MIB, True), (MIB, False)]
 GRADIENTS = {"dp": torch.float32, "dp_gather": torch.float32}
 IN_BF16 = {"dp": torch.bfloat16, "zero_gather": torch.bfloat16}
 
@@ -107,23 +108,11 @@ IN_BF16 = {"dp": torch.bfloat16, "zero_gather": torch.bfloat16}
     ("comm", "parameters", "dtypes", "share", "remedy"),
     [
         ({"preset": "balanced"}, [(4 * MIB, True), (4 * MIB, False)], GRADIENTS, None, ""),
-        (
-            {"preset": "balanced", "excluded": "raw"},
-            [(19 * MIB, True), (MIB, False)],
-            GRADIENTS,
-            0.96,
-            '"excluded": "bf16"',
-        ),
-        ({"preset": "balanced", "excluded": "bf16"}, [(19 * MIB, True), (MIB, False)], GRADIENTS, None, ""),
-        (
-            {"preset": "balanced", "excluded": "raw"},
-            [(19 * MIB, True), (MIB, False)],
-            IN_BF16,
-            0.98,
-            '"norm", "bias"',
-        ),
-        ({"preset": "balanced"}, [(19 * MIB, True), (MIB, False)], IN_BF16, None, ""),
-        ({"preset": "exact"}, [(19 * MIB, True), (MIB, False)], GRADIENTS, None, ""),
+        ({"preset": "balanced", "excluded": "raw"}, TABLE, GRADIENTS, 0.96, '"excluded": "bf16"'),
+        ({"preset": "balanced", "excluded": "bf16"}, TABLE, GRADIENTS, None, ""),
+        ({"preset": "balanced", "excluded": "raw"}, TABLE, IN_BF16, 0.98, '"norm", "bias"'),
+        ({"preset": "balanced"}, TABLE, IN_BF16, None, ""),
+        ({"preset": "exact"}, TABLE, GRADIENTS, None, ""),
         ({"preset": "balanced"}, [(1000, False)], GRADIENTS, 1.0, "min_bytes"),
         ({"dp": "bf16"}, [(4 * MIB, False)], IN_BF16, 1.0, "comm.dp is bf16.*comm.zero_gather is off"),
     ],

@@ -73,9 +73,9 @@ def commands(page: str, beginning: str) -> list[list[str]]:
 class Stack(nn.Module):
     """With blocks that a plan finds."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 128, count: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -221,64 +221,36 @@ def test_automatic_plans(tmp_path: Path) -> None:
         names["runtime"].close()
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(6)])
+def state(directory: Path, beginning: str, model: nn.Module, **names: Any) -> Any:
+    import ssdtrain
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+    change = {'"/nvme"': repr(str(directory)), '"8GiB"': '"4MiB"'}
+    return run("docs/state.md", beginning, change=change, ssdtrain=ssdtrain, model=model, **names)
 
 
 def test_model_state(tmp_path: Path) -> None:
-    import ssdtrain
-
-    model = Blocks()
-    before = model.layers[3].weight.clone()
-    batches = [torch.randn(4, 256) for _ in range(2)]
-    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
-    run(
-        "docs/state.md",
-        "optimizer",
-        change=change,
-        ssdtrain=ssdtrain,
-        torch=torch,
-        model=model,
-        batches=batches,
-    )
-    assert not torch.equal(model.layers[3].weight, before)
+    model = Stack(256, 6)
+    before = model.layers[2][0].weight.clone()
+    state(tmp_path, "optimizer", model, torch=torch, batches=[torch.randn(4, 256) for _ in range(2)])
+    assert not torch.equal(model.layers[2][0].weight, before)
 
 
 def test_model_state_on_the_cpu(tmp_path: Path) -> None:
-    import ssdtrain
-
-    model = Blocks()
-    before = model.layers[3].weight.clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = Stack(256, 6)
+    before = model.layers[2][0].weight.clone()
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+    runtime = state(tmp_path, 'config = {"directories"', **names)["runtime"]
     microbatches = [torch.randn(4, 256) for _ in range(8)]
-    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
-    names = {"model": model, "optimizer": optimizer}
-    found = run("docs/state.md", 'config = {"directories"', change=change, ssdtrain=ssdtrain, **names)
-    runtime = found["runtime"]
-    assert (
-        len(run("docs/state.md", "losses", runtime=runtime, microbatches=microbatches, **names)["losses"])
-        == 8
-    )
+    found: Any = run("docs/state.md", "losses", runtime=runtime, microbatches=microbatches, **names)
+    assert len(found["losses"]) == 8
     runtime.close()
-    assert not torch.equal(model.layers[3].weight, before)
+    assert not torch.equal(model.layers[2][0].weight, before)
 
 
 def test_model_state_with_a_plan(tmp_path: Path) -> None:
-    import ssdtrain
-
-    model = Blocks()
+    model = Stack(256, 6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
-    found = run(
-        "docs/state.md", "planned", change=change, ssdtrain=ssdtrain, model=model, optimizer=optimizer
-    )
+    found = state(tmp_path, "planned", model, optimizer=optimizer)
     for _ in range(8):
         model(torch.randn(4, 256)).mean().backward()
         optimizer.step()

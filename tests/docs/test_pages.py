@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,13 @@ import yaml
 from ssdtrain.config import load_config
 from ssdtrain.tools.cli import main
 from ssdtrain.tools.report.document import document
+from tests.docs.blocks import PAGES, TOP, blocks
 from tests.docs.messages import ROOT
 from tests.support.journals import write
 
-TOP = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
-
 
 def code(page: Path, language: str) -> list[str]:
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.M | re.S)
-    return [textwrap.dedent(text) for name, text in found if name == language]
+    return [one.text for one in blocks() if ROOT / one.page == page and one.language == language]
 
 
 def anchors(page: Path) -> set[str]:
