@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import weakref
 from pathlib import Path
@@ -113,7 +114,7 @@ def test_a_schedule_that_is_not_deepspeeds_is_rejected_by_its_instructions(
 def test_a_config_in_a_file_is_read_too(process_group: None, installed: None, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     block = {"offload": {"directories": str(tmp_path / "ssd")}}
-    file.write_text(__import__("json").dumps({"train_micro_batch_size_per_gpu": 4, "ssdtrain": block}))
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "ssdtrain": block}))
     model = models.GPT()
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters()), config=str(file)
@@ -239,26 +240,15 @@ def test_a_run_resumes_exactly_with_or_without_the_block(
     whole = train(make_engine(None, **zero), 4)
     for before, after in ((None, "default"), ("default", None), ("default", "default")):
         engine = make_engine(before, **zero)
-        data = list(models.batches(1, 4))
-        losses = _run(engine, data[:2])
+        losses = train(engine, 2)
         engine.save_checkpoint(str(tmp_path / "saved"), tag="two")
         engine.destroy()
         resumed = make_engine(after, **zero)
         path, _ = resumed.load_checkpoint(str(tmp_path / "saved"), tag="two")
         assert path is not None
         assert resumed.global_steps == 2
-        losses += _run(resumed, data[2:])
+        losses += train(resumed, 2, done=2)
         assert all_equal(whole, losses)
-
-
-def _run(engine: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    losses = []
-    for ids, labels in data:
-        loss = engine(ids, labels)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().clone())
-    return losses
 
 
 def test_a_skipped_backward_and_an_exception_in_forward_leave_nothing(make_engine: MakeEngine) -> None:
