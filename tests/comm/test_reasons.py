@@ -84,11 +84,10 @@ def test_steps_that_are_skipped_are_none_of_the_first_ones() -> None:
 
 
 def journalled(rank: int, path: str) -> list[Any]:
-    runtime = Runtime(load_config({"comm": {"dp": "int8", "probe": False}, "report": {"path": path}}))
-    for _ in range(3):
-        assert runtime.comm.all_reduce(values(rank, 5000), "dp") is None
-        runtime.step_end()
-    runtime.close()
+    with Runtime(load_config({"comm": {"dp": "int8", "probe": False}, "report": {"path": path}})) as runtime:
+        for _ in range(3):
+            assert runtime.comm.all_reduce(values(rank, 5000), "dp") is None
+            runtime.step_end()
     lines = Path(path, f"rank-{rank}.jsonl").read_text().splitlines()
     return [json.loads(line).get("decisions") for line in lines if "step" in json.loads(line)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,8 @@ class TwoStreams(torch.nn.Module):
 def gradients(device: torch.device, section: dict[str, Any] | None) -> list[torch.Tensor]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[TwoStreams(device) for _ in range(4)])
-    runtime = ssdtrain.attach(model, {"offload": section, "report": {"interval": 0}}) if section else None
-    shown = []
-    try:
+    config, shown = {"offload": section, "report": {"interval": 0}}, []
+    with ssdtrain.attach(model, config) if section else nullcontext():
         for step in range(4):
             x = torch.randn(96, 64, generator=torch.Generator().manual_seed(step)).to(device)
             model.zero_grad()
@@ -46,9 +46,6 @@ def gradients(device: torch.device, section: dict[str, Any] | None) -> list[torc
             shown += [
                 parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
             ]
-    finally:
-        if runtime is not None:
-            runtime.close()
     return shown
 
 

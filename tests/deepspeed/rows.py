@@ -219,12 +219,7 @@ def _plan_rows() -> list[Row]:
     ]
 
 
-QUICK = (
-    "zero3-bf16-accumulate",
-    "pipeline2",
-    "autotp-zero1",
-    "zero3-plan-recompute",
-)
+QUICK = ("zero3-bf16-accumulate", "pipeline2", "autotp-zero1", "zero3-plan-recompute")
 """One row of each kind of layout: these are trained by `make test`."""
 
 SLOW = (
@@ -254,13 +249,7 @@ SLOW = (
 )
 """`make test-all` trains these; what the others' layout is combined with, other rows have too: `make test-long` trains them."""
 
-ROWS: list[Row] = [
-    *_zero_rows(),
-    *_pipeline_rows(),
-    *_checkpoint_rows(),
-    *_plan_rows(),
-    *_other_rows(),
-]
+ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows(), *_plan_rows(), *_other_rows()]
 
 
 def rows_for(ranks: int) -> list[Row]:

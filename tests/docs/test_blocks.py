@@ -427,10 +427,7 @@ print("saved bytes", callback.runtime.statistics().offload.saved_bytes)
 
 @pytest.mark.slow
 def test_the_lines_for_lightning(tmp_path: Path) -> None:
-    told = pasted(
-        ["-c", LIGHTNING.format(block=block("docs/huggingface.md", "callback =").text)],
-        tmp_path,
-    )
+    told = pasted(["-c", LIGHTNING.format(block=block("docs/huggingface.md", "callback =").text)], tmp_path)
     assert re.search(r"saved bytes [1-9]", told)
 
 

@@ -118,12 +118,7 @@ ROWS = [
         ("dp",),
         steps=5,
     ),
-    CommRow(
-        Row("dp2, average", 2, ddp={"average_in_collective": True}),
-        ("safe",),
-        ("dp",),
-        steps=5,
-    ),
+    CommRow(Row("dp2, average", 2, ddp={"average_in_collective": True}), ("safe",), ("dp",), steps=5),
     CommRow(
         Row("dp2, distributed optimizer", 2, ddp={"use_distributed_optimizer": True}),
         ("raw", "exact", "safe"),
@@ -164,9 +159,7 @@ ROWS = [
         ("ep", "dp"),
     ),
     CommRow(
-        Row("moe ep2, more ways", 2, ep=2, model="moe", options=MOE),
-        ("raw", "paper-zhybrid"),
-        ("ep", "dp"),
+        Row("moe ep2, more ways", 2, ep=2, model="moe", options=MOE), ("raw", "paper-zhybrid"), ("ep", "dp")
     ),
     # Sets a global of Megatron's for good, and comes last.
     CommRow(

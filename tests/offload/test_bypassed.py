@@ -9,6 +9,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -349,7 +350,6 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
         torch.manual_seed(0)
         net = Blocks()
         config = {"offload": {"directories": str(tmp_path), "min_bytes": 1}, "plan": "auto"}
-        runtime = ssdtrain.attach(net, config | {"report": {"interval": 0}}) if attached else None
 
         def step() -> torch.Tensor:
             hidden = x
@@ -357,9 +357,8 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
                 hidden = layer(hidden)
             return net.head(hidden)
 
-        train(net, step, 12)
-        if runtime is not None:
-            runtime.close()
+        with ssdtrain.attach(net, config | {"report": {"interval": 0}}) if attached else nullcontext():
+            train(net, step, 12)
         return [parameter.detach() for parameter in net.parameters()]
 
     assert all(map(torch.equal, one(True), one(False)))

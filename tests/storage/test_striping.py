@@ -165,12 +165,11 @@ def test_a_store_measures_its_drives_itself(make_store: Callable[..., SpillStore
 
 
 def test_host_memory_without_drives_can_be_full(engine: str) -> None:
-    store = SpillStore([], host_bytes=4 * MiB, engine=engine)
-    slots = []
-    with pytest.raises(StoreFull):
-        while len(slots) < 100:
-            slots.append(store.reserve(MiB))
-    assert slots
-    for slot in slots:
-        store.free(slot)
-    store.close()
+    with SpillStore([], host_bytes=4 * MiB, engine=engine) as store:
+        slots = []
+        with pytest.raises(StoreFull):
+            while len(slots) < 100:
+                slots.append(store.reserve(MiB))
+        assert slots
+        for slot in slots:
+            store.free(slot)

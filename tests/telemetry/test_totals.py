@@ -161,16 +161,15 @@ def test_what_activations_would_take_is_known_and_small_models_get_small_buffers
 
 
 def test_nothing_is_allocated_for_loads_that_never_come(tmp_path: Path) -> None:
-    runtime = Runtime(
+    with Runtime(
         load_config({"offload": {"directories": str(tmp_path / "ssd")}, "report": {"interval": 0}})
-    )
-    block = Block()
-    with runtime.step(), runtime.forward(keep=True):
-        loss = block(INPUT)
-    with runtime.backward():
-        loss.backward()
-    assert runtime.statistics().offload.buffer_bytes == 0  # type: ignore[union-attr]
-    runtime.close()
+    ) as runtime:
+        block = Block()
+        with runtime.step(), runtime.forward(keep=True):
+            loss = block(INPUT)
+        with runtime.backward():
+            loss.backward()
+        assert runtime.statistics().offload.buffer_bytes == 0  # type: ignore[union-attr]
 
 
 def test_the_table_has_units_and_no_rounded_zero(tmp_path: Path) -> None:

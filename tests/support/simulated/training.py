@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -115,7 +115,7 @@ class Machine:
         self.store.close()
         self._directory.cleanup()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Machine:
         return self
 
     def __exit__(self, *exception: object) -> None:

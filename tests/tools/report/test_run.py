@@ -108,14 +108,13 @@ def test_what_was_decided_and_why_is_in_the_journal_once(section: str, tmp_path:
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
     model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())  # type: ignore[assignment]
-    runtime = ssdtrain.attach(model, config)
-    for number in range(400):
-        with runtime.step():
-            model(torch.randn(64, 64)).square().mean().backward()
-        # On a busy machine steps of a millisecond may be planned for several times before a plan is followed long enough.
-        if number >= 13 and any(feature.decisions() for feature in runtime.features):
-            break
-    runtime.close()
+    with ssdtrain.attach(model, config) as runtime:
+        for number in range(400):
+            with runtime.step():
+                model(torch.randn(64, 64)).square().mean().backward()
+            # On a busy machine steps of a millisecond may be planned for several times before a plan is followed long enough.
+            if number >= 13 and any(feature.decisions() for feature in runtime.features):
+                break
     (journal,) = JournaledRun.read(tmp_path / "report").journals
     assert 1 <= len(journal.decisions) < 7
     step, text = journal.decisions[0]
