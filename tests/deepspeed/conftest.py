@@ -14,6 +14,7 @@ import pytest
 from tests.deepspeed.rows import Row, rows_for
 from tests.support import processes
 from tests.support.ended import ended
+from tests.support.ranks import StandingRanks
 
 Results = Callable[[Row], list[dict[str, Any]]]
 
@@ -123,6 +124,13 @@ def installed() -> Iterator[None]:
     ssdtrain_ds.install()
     yield
     ssdtrain_ds.uninstall()
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[StandingRanks]:
+    ranks = StandingRanks(2)
+    yield ranks
+    ranks.close()
 
 
 MakeEngine = Callable[..., Any]
