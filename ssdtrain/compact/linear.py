@@ -183,11 +183,7 @@ class LayerForward(Protocol):
         """Whether to compress this input; if not, the layer's own forward runs unchanged."""
 
     def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        communication: Communication | None = None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, communication: Communication | None = None
     ) -> Tensor: ...
 
 

@@ -114,12 +114,7 @@ def find_region(seen: Seen, tensor: torch.Tensor, extent: Extent, tape: Tape) ->
 
 
 def make_region(
-    seen: Seen,
-    tensor: torch.Tensor,
-    storage: torch.UntypedStorage,
-    extent: Extent,
-    tape: Tape,
-    operator: int,
+    seen: Seen, tensor: torch.Tensor, storage: torch.UntypedStorage, extent: Extent, tape: Tape, operator: int
 ) -> Region:
     """Return a new region for `tensor`: its extent, the whole storage, or its bytes alone. See Note: [Strided views]."""
     start, end, own = extent
