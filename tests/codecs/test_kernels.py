@@ -1,7 +1,6 @@
 """The Triton kernels without a GPU: interpreted on the CPU against the torch reference, and compiled for a GPU."""
 
 import os
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,22 +12,19 @@ import torch
 
 from ssdtrain.codecs import kernels, make_codec, warm_up
 from tests.codecs.common import DIRTY, FLOATS, KEY, payload, randn
+from tests.support.processes import ran
 
 ROOT = Path(__file__).parents[2]
 
 
 def _run(arguments: list[str], **environment: str) -> None:
     pytest.importorskip("triton", reason="Triton has no build for this platform")
-    done = subprocess.run(
+    ran(
         [sys.executable, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
         timeout=280,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks.two_nodes.ports import free_port
 from ssdtrain_ds.launch import Command, UsageError, main, parse, set_single_process
 from tests.deepspeed import models
 from tests.deepspeed.conftest import environment
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, ran
 
 SCRIPT = ROOT / "tests" / "deepspeed" / "script.py"
 
@@ -77,16 +76,9 @@ def test_one_process_without_a_launcher_gets_its_rank() -> None:
 @pytest.mark.distributed
 def test_python_m_needs_no_launcher_and_no_mpi4py(config: Path) -> None:
     base = {key: value for key, value in environment().items() if key not in OF_A_LAUNCHER}
-    done = subprocess.run(
-        [sys.executable, "-m", "ssdtrain_ds", str(SCRIPT), str(config)],
-        cwd=ROOT,
-        env=base,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    done = ran(
+        [sys.executable, "-m", "ssdtrain_ds", str(SCRIPT), str(config)], cwd=ROOT, env=base, timeout=200
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     assert '"saved_bytes"' in done.stdout
 
 
@@ -94,16 +86,7 @@ OF_A_LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER
 
 
 def results_of(command: list[str], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**environment(), **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = ran(command, cwd=ROOT, env={**environment(), **(env or {})}, timeout=200)
     lines = done.stdout.splitlines()
     return sorted(
         (json.loads(line.split("RESULT ", 1)[1]) for line in lines if "RESULT " in line),

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from ssdtrain.integration.traffic import Traffic
 from ssdtrain.tools.cli import main
 from tests.docs.blocks import NOT_RUN, RUN_BY, Block, block, blocks
 from tests.docs.messages import ROOT
+from tests.support.processes import ran
 from tests.support.ranks import on_ranks
 
 
@@ -383,16 +383,7 @@ accelerator.end_training()
 def pasted(command: list[str], directory: Path) -> str:
     """What a command prints in a directory that has what was pasted, and nothing else."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran([sys.executable, *command], cwd=directory, env=environment, timeout=240)
     return done.stdout + done.stderr
 
 
@@ -458,6 +449,5 @@ def test_the_page_for_deepspeed(tmp_path: Path) -> None:
 def test_the_doctor_in_ranks() -> None:
     (words,) = commands("docs/clusters.md", "torchrun")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(command, timeout=240)
     assert "rank 0 to 1" in " ".join(done.stdout.split())

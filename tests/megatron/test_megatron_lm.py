@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.two_nodes.ports import free_port
 from ssdtrain.tools.cli.main import main
-from tests.support.processes import ROOT, start
+from tests.support.processes import ROOT, ran, start
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 
@@ -91,9 +91,7 @@ def patched(tmp_path: Path) -> Path:
 
 
 def apply(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "patches/apply.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = ran([sys.executable, "patches/apply.py", *arguments], cwd=ROOT)
     return done.stdout
 
 

@@ -13,6 +13,7 @@ import torch
 from ssdtrain.tools.bench.codec import device_seconds
 from ssdtrain.tools.bench.io import fio_command
 from ssdtrain.tools.cli import main
+from tests.support.processes import ran
 
 MODEL = """
 import torch
@@ -234,14 +235,7 @@ def test_what_cannot_be_measured_is_one_line(
 @pytest.mark.distributed
 def test_collectives_between_processes_of_this_machine() -> None:
     command = [sys.executable, "-m", "ssdtrain", "bench", "collective", "--ranks", "2", "--repeats", "2"]
-    done = subprocess.run(
-        [*command, "--size", "256KiB", "--preset", "safe", "--json"],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran([*command, "--size", "256KiB", "--preset", "safe", "--json"], timeout=200)
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["ranks"] == 2
     assert found["wire_ratio"]["safe"] < 0.3
