@@ -157,7 +157,6 @@ class AutoRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.engine.close()
         self._machine.close()
 
 
@@ -175,14 +174,10 @@ class _Fixed:
 
 def fixed_run(load: Load, plan: Sequence[bool]) -> Found:
     """The third step with the tensors of these layers offloaded."""
-    machine = Machine(load.pcie, [(load.drive, load.drive)])
-    each = len(load.layers) // len(plan)
-    engine = _engine(machine, load, _Fixed([one for one in plan for _ in range(each)]))
-    try:
+    with Machine(load.pcie, [(load.drive, load.drive)]) as machine:
+        each = len(load.layers) // len(plan)
+        engine = _engine(machine, load, _Fixed([one for one in plan for _ in range(each)]))
         return [_step(machine, engine, load, seed)[1] for seed in range(3)][-1]
-    finally:
-        engine.close()
-        machine.close()
 
 
 def settled(load: Load, steps: int = 8, memory: float | None = None) -> Found:

@@ -45,27 +45,30 @@ class Run:
 
 def run(load: Load, plan: Sequence[str], *, memory: bool = False) -> tuple[Run, step.Machine]:
     """What it takes, and the machine as the cost model sees it."""
-    machine = Machine(load.pcie, [(load.drive, load.drive)])
-    policy = AdaptivePolicy()
-    actions: list[Action] = []
-    for action in plan:
-        name, _, shares = action.partition(":")
-        one = OFFLOAD if name == "offload" else KEEP
-        if shares:
-            actions += [one if int(share) else KEEP for share in shares]
-        else:
-            actions += [one] * (1 if action == "recompute" else OPERATORS)
-    policy.follow({0: actions})
-    options = EngineOptions(
-        min_bytes=1024, in_flight=load.in_flight, buffer=load.buffer, prefetch=load.buffer // 2, staged=True
-    )
-    engine = machine.engine(options, policy=policy)
-    again = [
-        range(number * OPERATORS, (number + 1) * OPERATORS)
-        for number, action in enumerate(plan)
-        if action == "recompute"
-    ]
-    try:
+    with Machine(load.pcie, [(load.drive, load.drive)]) as machine:
+        policy = AdaptivePolicy()
+        actions: list[Action] = []
+        for action in plan:
+            name, _, shares = action.partition(":")
+            one = OFFLOAD if name == "offload" else KEEP
+            if shares:
+                actions += [one if int(share) else KEEP for share in shares]
+            else:
+                actions += [one] * (1 if action == "recompute" else OPERATORS)
+        policy.follow({0: actions})
+        options = EngineOptions(
+            min_bytes=1024,
+            in_flight=load.in_flight,
+            buffer=load.buffer,
+            prefetch=load.buffer // 2,
+            staged=True,
+        )
+        engine = machine.engine(options, policy=policy)
+        again = [
+            range(number * OPERATORS, (number + 1) * OPERATORS)
+            for number, action in enumerate(plan)
+            if action == "recompute"
+        ]
         train(machine, engine, load.layers, order=load.order, recomputed=again)
         meter = engine.meter
         if memory:  # the host is ahead of the device: when it comes to what changes now is known afterwards
@@ -87,9 +90,6 @@ def run(load: Load, plan: Sequence[str], *, memory: bool = False) -> tuple[Run, 
             hook=HOOK + LAUNCH,
         )
         return found, seen
-    finally:
-        engine.close()
-        machine.close()
 
 
 def problem_of(load: Load, machine: step.Machine) -> SearchProblem:

@@ -134,28 +134,24 @@ def measure(load: Load) -> dict[str, Any]:
     """The figures of one load."""
     plain = Machine(load.pcie, [(load.drive, load.drive)])
     ideal = train(plain, None, load.layers, order=load.order)
-    machine = Machine(load.pcie, [(load.drive, load.drive)])
-    engine = machine.engine(
-        EngineOptions(
-            min_bytes=1024,
-            in_flight=load.in_flight,
-            buffer=load.buffer,
-            buffer_limit=load.buffer_limit,
-            prefetch=load.buffer // 2 if load.buffer_limit is None else None,
-            staged=True,
-        ),
-        host_bytes=load.host_bytes,
-    )
-    try:
+    with Machine(load.pcie, [(load.drive, load.drive)]) as machine:
+        engine = machine.engine(
+            EngineOptions(
+                min_bytes=1024,
+                in_flight=load.in_flight,
+                buffer=load.buffer,
+                buffer_limit=load.buffer_limit,
+                prefetch=load.buffer // 2 if load.buffer_limit is None else None,
+                staged=True,
+            ),
+            host_bytes=load.host_bytes,
+        )
         train(machine, engine, load.layers, order=load.order)
         before = engine.snapshot()
         engine.reset_peak()
         record = train(machine, engine, load.layers, order=load.order, seed=1)
         after = engine.snapshot()
         in_flight = engine.mover.stores.limit
-    finally:
-        engine.close()
-        machine.close()
     moved = (after.offloaded_bytes - before.offloaded_bytes) / load.microbatches
     loaded = (after.loaded_bytes - before.loaded_bytes) / load.microbatches
     # What is in flight when forward ends was not waited for.

@@ -377,10 +377,7 @@ class Runtime:
             feature.on_next_backward(upcoming)
 
     def accumulate(
-        self,
-        model: nn.Module,
-        microbatches: Sequence[Any],
-        loss: Callable[[nn.Module, Any], torch.Tensor],
+        self, model: nn.Module, microbatches: Sequence[Any], loss: Callable[[nn.Module, Any], torch.Tensor]
     ) -> list[torch.Tensor]:
         """Accumulate the gradients of microbatches block by block, with a `state` section: each block runs all of them before the
         next one does, so that a further microbatch moves no weights. The gradients are those of a backward for each, to the bit.

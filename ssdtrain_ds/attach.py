@@ -33,13 +33,7 @@ from ssdtrain.planner.plan_blocks import check_patterns
 from ssdtrain.preflight import check_start
 from ssdtrain.runtime import Runtime
 from ssdtrain.telemetry.totals import Interval
-from ssdtrain_ds import (
-    _compat,
-    _compat_accelerate,
-    _compat_comm,
-    checkpointing,
-    schedule,
-)
+from ssdtrain_ds import _compat, _compat_accelerate, _compat_comm, checkpointing, schedule
 from ssdtrain_ds.block import BLOCK_KEY, check_place
 from ssdtrain_ds.comm import CommAttachment
 from ssdtrain_ds.compact import check_layers, check_mode, follow_zero, take_over

@@ -230,12 +230,7 @@ def attach(
             )
     runtime = Runtime(
         read,
-        Placement.of(
-            device_of(chunks) if device is None else device,
-            rank,
-            local_rank,
-            local_world_size,
-        ),
+        Placement.of(device_of(chunks) if device is None else device, rank, local_rank, local_world_size),
         plan_blocks=plan_blocks(chunks, read),
         logs=logs,
     )

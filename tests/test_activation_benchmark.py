@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.processes import ran
+
 ROOT = Path(__file__).parent.parent
 SMALL = "--json --layers 2 --hidden 96 --sequence 256 --batch 8 --pairs 2"
 
 
 def figures(module: str, options: str) -> dict[str, Any]:
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", f"benchmarks.{module}", *SMALL.split(), *options.split()],
         env={**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"},
         cwd=ROOT,
-        capture_output=True,
-        text=True,
         timeout=500,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

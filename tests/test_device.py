@@ -91,12 +91,7 @@ def test_copies_to_and_from_a_device_wait_for_what_made_the_data() -> None:
     assert copied is not None
     layer.wait(copied)
     assert torch.equal(target, source)
-    assert set(layer.event_functions()) == {
-        "event_query",
-        "set_device",
-        "exchange_capture_mode",
-        "device",
-    }
+    assert set(layer.event_functions()) == {"event_query", "set_device", "exchange_capture_mode", "device"}
 
 
 def test_a_failed_pinning_does_not_leave_its_error_for_the_next_kernel_launch(

@@ -155,7 +155,7 @@ def test_events_arrive_in_the_order_of_training(tmp_path: Path, caplog: pytest.L
         runtime.register(model)
         with runtime.step():
             with runtime.forward(1, 2, keep=True) as tape:
-                assert tape is not None and tape.microbatch == 2
+                assert tape.microbatch == 2
                 loss = model(torch.randn(4, 64)).sum()
             runtime.next_backward((1, 2))
             with runtime.backward(1, 2):
@@ -182,11 +182,10 @@ def test_events_arrive_in_the_order_of_training(tmp_path: Path, caplog: pytest.L
 
 def test_disabled_calls_no_feature() -> None:
     feature = Recorder()
-    runtime = Runtime(load_config({"enabled": False}), features=[feature])
-    runtime.register(network())
-    with runtime.step(), runtime.forward(), runtime.backward():
-        pass
-    runtime.close()
+    with Runtime(load_config({"enabled": False}), features=[feature]) as runtime:
+        runtime.register(network())
+        with runtime.step(), runtime.forward(), runtime.backward():
+            pass
     assert not runtime.enabled and not feature.events
 
 

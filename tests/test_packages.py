@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import shlex
-import subprocess
 import sys
 import tarfile
 import zipfile
@@ -17,6 +16,7 @@ from packaging.utils import canonicalize_name
 
 import ssdtrain
 from tests.docs.blocks import block
+from tests.support.processes import ran
 
 ROOT = Path(__file__).parent.parent
 DATA = ("ssdtrain/tools/report/report.css", "ssdtrain/tools/report/report.js")
@@ -34,12 +34,9 @@ SOURCES = (
 
 def copy_of_the_sources(to: Path) -> Path:
     """Builds leave files beside the sources."""
-    listed = subprocess.run(
+    listed = ran(
         ["git", "ls-files", "-co", "--exclude-standard", *SOURCES, "README.md", "LICENSE", "CHANGELOG.md"],
         cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
     )
     for name in listed.stdout.splitlines():
         (to / name).parent.mkdir(parents=True, exist_ok=True)
@@ -49,16 +46,7 @@ def copy_of_the_sources(to: Path) -> Path:
 
 
 def run(*command: str, cwd: Path, **environment: str) -> str:
-    done = subprocess.run(
-        command,
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(command, cwd=cwd, env={**os.environ, **environment}, timeout=800)
     return done.stdout
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from ssdtrain.config import load_config
+from tests.support.processes import ran
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -43,10 +44,7 @@ def commands() -> list[str]:
 def test_the_pytorch_example_runs(tmp_path: Path) -> None:
     (source,) = blocks("python")
     source = source.replace("./spill", str(tmp_path / "spill"))
-    done = subprocess.run(
-        [sys.executable, "-c", source], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran([sys.executable, "-c", source], timeout=120)
     assert re.search(r"offloaded bytes +[1-9]", done.stdout)
 
 
@@ -66,14 +64,7 @@ def test_the_deepspeed_block_is_a_config() -> None:
 
 def recipe(target: str) -> str:
     """The commands that make would run for a target in an installed checkout."""
-    done = subprocess.run(
-        ["make", "--dry-run", "--old-file=.venv/.installed", "TESTS=", target],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = ran(["make", "--dry-run", "--old-file=.venv/.installed", "TESTS=", target], cwd=ROOT)
     return done.stdout
 
 
@@ -127,8 +118,7 @@ def test_the_deepspeed_commands_run_a_script(tmp_path: Path) -> None:
     )
     words[words.index("--nproc_per_node") + 1] = "1"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    done = ran(command, cwd=tmp_path, timeout=240)
     assert "arguments ['--deepspeed_config', 'ds.json']" in done.stdout
 
 

@@ -295,7 +295,6 @@ def test_in_a_loop_of_ten_steps_everything_counts_ten(loop: Loop, tmp_path: Path
 
     def counted(runtime: Runtime) -> dict[str, int]:
         statistics, compact = runtime.statistics(), runtime.compact
-        assert statistics is not None and runtime.offload is not None and compact is not None
         [controller] = [feature for feature in runtime.features if isinstance(feature, PlanController)]
         [inner] = [feature for feature in runtime.features if isinstance(feature, InnerHooks)]
         lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()

@@ -26,12 +26,7 @@ def philox(counter: Tensor, key: Key) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     for _ in range(10):
         # The product wraps in int64; its bits 32 to 63 are right all the same.
         p0, p2 = c0 * _MULTIPLIER[0], c2 * _MULTIPLIER[1]
-        c0, c1, c2, c3 = (
-            (p2 >> 32 & _MASK) ^ c1 ^ k0,
-            p2 & _MASK,
-            (p0 >> 32 & _MASK) ^ c3 ^ k1,
-            p0 & _MASK,
-        )
+        c0, c1, c2, c3 = ((p2 >> 32 & _MASK) ^ c1 ^ k0, p2 & _MASK, (p0 >> 32 & _MASK) ^ c3 ^ k1, p0 & _MASK)
         k0, k1 = (k0 + _WEYL[0]) & _MASK, (k1 + _WEYL[1]) & _MASK
     return c0, c1, c2, c3
 

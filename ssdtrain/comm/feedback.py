@@ -47,8 +47,6 @@ class Feedback:
         self._used: set[str] = set()
         self.scale = 1.0
         """Loss scale of the gradients that are encoded now. See Note: [Loss scale]."""
-        self.rebuilt = 0
-        """Residuals dropped because their piece changed its size (a bucket was rebuilt)."""
 
     @property
     def nbytes(self) -> int:
@@ -92,8 +90,7 @@ class Feedback:
             return corrected
         kept = residual.kept
         if residual.numel != x.numel() or kept.device != x.device:
-            del self._residuals[name]
-            self.rebuilt += 1
+            del self._residuals[name]  # its bucket was rebuilt
             return corrected
         ratio = self.scale / residual.scale
         if self.kind == "fp32":
@@ -127,7 +124,6 @@ class Feedback:
         for name in stale:
             del self._residuals[name]
         self._used.clear()
-        self.rebuilt += len(stale)
         return len(stale)
 
     def clear(self) -> int:

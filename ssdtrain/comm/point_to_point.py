@@ -30,13 +30,7 @@ from ssdtrain.comm.overflow import (
     SentPayload,
 )
 from ssdtrain.comm.policy import OFF, codec_of
-from ssdtrain.comm.routing import (
-    NOTHING_SAVED,
-    OFF_INSIDE,
-    TOO_SMALL,
-    Router,
-    reason_against,
-)
+from ssdtrain.comm.routing import NOTHING_SAVED, OFF_INSIDE, TOO_SMALL, Router, reason_against
 from ssdtrain.comm.work import ChainedWork
 
 Issue = Callable[[Tensor], Any]

@@ -329,11 +329,5 @@ class CompactLayer:
             x = x.to(torch.get_autocast_dtype(device))
         saved_input, saved = self.compression.compressed(original, x, self.layout, self.key)
         return compact_linear(
-            x,
-            weight,
-            bias,
-            saved_input,
-            saved,
-            transposed=self.transposed,
-            communication=communication,
+            x, weight, bias, saved_input, saved, transposed=self.transposed, communication=communication
         )

@@ -132,7 +132,6 @@ class _LinearFunction(torch.autograd.Function):
         ctx.save_for_backward(saved, weight, block)
         ctx.saved_input = None if block is not None else saved_input
         ctx.transposed, ctx.communication = transposed, communication
-        ctx.x_dtype = x.dtype
         if communication is not None:
             x = communication.gather_input(x)
         with torch.autocast(x.device.type, enabled=False):
@@ -184,11 +183,7 @@ class LayerForward(Protocol):
         """Whether to compress this input; if not, the layer's own forward runs unchanged."""
 
     def __call__(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        communication: Communication | None = None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, communication: Communication | None = None
     ) -> Tensor: ...
 
 

@@ -49,11 +49,7 @@ PRESETS: dict[str, dict[str, str]] = {
         "ep": "zfp:rate=16",
         "zero_gather": "zfp:rate=16",
     },
-    "paper-mzhybrid": {
-        **dict.fromkeys(DIMENSIONS, "exact"),
-        "dp": "zfp:rate=8",
-        "dp_gather": "zfp:rate=8",
-    },
+    "paper-mzhybrid": {**dict.fromkeys(DIMENSIONS, "exact"), "dp": "zfp:rate=8", "dp_gather": "zfp:rate=8"},
 }
 EXCLUDED_OF_PRESETS = {"balanced": "exact", "aggressive": "exact"}
 """`excluded` of presets; of the others it is "raw"."""

@@ -249,9 +249,7 @@ StepNumbers = Annotated[tuple[int, ...], ValueKind("steps", STEPS_ALLOWED, _step
 Patterns = Annotated[
     tuple[str, ...],
     _names(
-        "patterns",
-        'names or classes of modules, * for any text, such as ["*.mlp", "LayerNorm"]',
-        empty=True,
+        "patterns", 'names or classes of modules, * for any text, such as ["*.mlp", "LayerNorm"]', empty=True
     ),
 ]
 """Patterns of modules, by qualified name or class."""

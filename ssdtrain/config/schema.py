@@ -13,13 +13,7 @@ from pydantic import Field
 from ssdtrain.config import paths
 from ssdtrain.config.comm import CommConfig
 from ssdtrain.config.errors import ConfigError
-from ssdtrain.config.kinds import (
-    Directory,
-    Patterns,
-    RatioRules,
-    StepNumbers,
-    kind_of,
-)
+from ssdtrain.config.kinds import Directory, Patterns, RatioRules, StepNumbers, kind_of
 from ssdtrain.config.offload import OffloadConfig
 from ssdtrain.config.plan import PlanConfig
 from ssdtrain.config.section import Section, ValueConflict

@@ -37,10 +37,9 @@ from ssdtrain.offload.policy import (
     SavedTensorInfo,
 )
 from ssdtrain.offload.tensors.eligible import Eligibility
-from ssdtrain.offload.tensors.geometry import Geometry
 from ssdtrain.offload.tensors.meter import ActivationMeter, Seen
 from ssdtrain.offload.tensors.region import Handle, Kept, Region, Releases, captured, modified
-from ssdtrain.offload.tensors.sharing import Extent, extent_of, find_region, make_region
+from ssdtrain.offload.tensors.sharing import Geometries, find_region, make_region
 from ssdtrain.offload.tensors.tape import FAR, Tape
 from ssdtrain.offload.transfer.buffers import Buffers
 from ssdtrain.offload.transfer.coding import OWN_MEMORY, Coding
@@ -59,7 +58,6 @@ __all__ = ["EngineLimits", "OffloadEngine"]
 
 _graph_task = torch._C._current_graph_task_id
 REAP_EVERY = 4  # saved tensors of a device between two looks at what has ended
-GEOMETRIES = 1024  # of which one copy is kept: what backward holds of each is then no object of its own
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -133,7 +131,7 @@ class OffloadEngine:
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
         self._released = Releases()
         self._nothing_died = self._released.empty
-        self._geometries: dict[Geometry, tuple[Geometry, Extent]] = {}
+        self._geometries = Geometries()
         self._lock = make_signal_safe_lock()
         self._starter = StoreStarter(self.mover, self.metrics, self.meter, device, options)
         self._closed = False
@@ -286,7 +284,7 @@ class OffloadEngine:
         if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
             return Kept(tensor)
         form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        geometry, extent = self._geometries.get(form) or self._new_geometry(form, tensor)  # type: ignore[call-overload, arg-type]
+        geometry, extent = self._geometries.get(form) or self._geometries.add(form, tensor)  # type: ignore[call-overload, arg-type]
         if extent[2] < eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
         if self._copies:
@@ -298,7 +296,7 @@ class OffloadEngine:
             region.pending_unpacks += 1
             if len(tape.regions) - region.index > FAR:
                 tape.join(region)
-            return self._handle(region, geometry, extent)
+            return Handle(region, self._geometries.within(region, geometry, extent), self._released)
         region = make_region(seen, tensor, storage, extent, tape, operator)
         try:
             policy = self.policy
@@ -321,10 +319,9 @@ class OffloadEngine:
             self.prefetcher.largest = nbytes
         tape.regions.append(region)
         tape.nbytes += nbytes
-        if not region.start and region.origin is None:
-            handle = Handle(region, geometry, self._released)
-        else:
-            handle = self._handle(region, geometry, extent)
+        if region.start or region.origin is not None:
+            geometry = self._geometries.within(region, geometry, extent)
+        handle = Handle(region, geometry, self._released)
         if action.offload:
             if nbytes == extent[2] and region.origin is None:
                 region.form = handle.geometry
@@ -342,24 +339,6 @@ class OffloadEngine:
         return policy.decide(SavedTensorInfo(
             tape.chunk, tape.microbatch, region.index, tape.nbytes, region.nbytes, region.dtype, modules
         ))  # fmt: skip
-
-    def _handle(self, region: Region, geometry: Geometry, extent: Extent) -> Handle:
-        """Return a handle of `region` for a tensor of this geometry, whose offset is that in its storage."""
-        if region.start or region.origin is not None:
-            dtype, shape, stride, _ = geometry
-            offset = 0 if region.origin is not None else (extent[0] - region.start) // dtype.itemsize
-            geometry = dtype, shape, stride, offset
-            start, end, own = extent
-            first = offset * dtype.itemsize
-            geometry, _ = self._geometries.setdefault(geometry, (geometry, (first, first + end - start, own)))
-        return Handle(region, geometry, self._released)
-
-    def _new_geometry(self, geometry: Geometry, tensor: torch.Tensor) -> tuple[Geometry, Extent]:
-        """Keep one copy of a geometry, with the extent of a tensor that has it."""
-        if len(self._geometries) >= GEOMETRIES:
-            self._geometries.clear()
-        known = self._geometries[geometry] = geometry, extent_of(tensor)
-        return known
 
     # Backward
 

@@ -98,10 +98,7 @@ def offload(
         section["directories"] = (
             [str(d) for d in directories] if isinstance(directories, list | tuple) else str(directories)
         )
-    runtime = Runtime(
-        load_config({"offload": section}),
-        _device_of(model, device),
-    )
+    runtime = Runtime(load_config({"offload": section}), _device_of(model, device))
     if model is not None:
         runtime.register(model)
     return Offload(runtime)

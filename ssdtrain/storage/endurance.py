@@ -60,10 +60,7 @@ class Endurance:
     """
 
     def __init__(
-        self,
-        directories: Sequence[Path],
-        others: Sequence[Sequence[Path]] = (),
-        rating: Rating | None = None,
+        self, directories: Sequence[Path], others: Sequence[Sequence[Path]] = (), rating: Rating | None = None
     ) -> None:
         self._rating = rating or Rating()
         self._device: dict[str, str] = {}

@@ -25,11 +25,7 @@ from ssdtrain.storage.memory import ALIGNMENT
 from ssdtrain.storage.metrics import StoreMetrics, transfers_since
 from ssdtrain.storage.pieces import COPY_IN, COPY_OUT, DEVICE_READ, DEVICE_WRITE, READ, WRITE
 from ssdtrain.storage.pool import PIECE, Operation, Pool, make_pool
-from ssdtrain.storage.signal_safe_lock import (
-    holds_signal_safe_lock,
-    make_signal_safe_lock,
-    signals_deferred,
-)
+from ssdtrain.storage.signal_safe_lock import holds_signal_safe_lock, make_signal_safe_lock, signals_deferred
 from ssdtrain.storage.slab import Slab, default_capacity, no_room
 from ssdtrain.storage.slot import Slot
 from ssdtrain.storage.striping import StripedDrives

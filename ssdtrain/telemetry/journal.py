@@ -105,11 +105,7 @@ class Journal:
             raise ConfigError.of("ssdtrain.report.path", str(path), why, allowed) from error
 
     def recorders(
-        self,
-        report: ReportConfig,
-        place: Placement,
-        engine: OffloadEngine | None,
-        comm: Communicator | None,
+        self, report: ReportConfig, place: Placement, engine: OffloadEngine | None, comm: Communicator | None
     ) -> list[Feature]:
         """Make the features that record for its file."""
         found: list[Feature] = []

@@ -9,11 +9,7 @@ from ssdtrain.codecs.philox import philox, uniform_blocks
 ONES = 0xFFFFFFFF
 KNOWN = [
     (0, Key(0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
-    (
-        ONES,
-        Key(ONES << 32 | ONES, ONES, ONES, ONES),
-        (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD),
-    ),
+    (ONES, Key(ONES << 32 | ONES, ONES, ONES, ONES), (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),
     (
         0x243F6A88,
         Key(0x299F31D0 << 32 | 0xA4093822, 0x85A308D3, 0x13198A2E, 0x03707344),

@@ -39,13 +39,7 @@ def test_half_of_a_step_sent_five_times_smaller() -> None:
 
 
 def run_of(layout: str, variant: str, seed: int, held_out: float) -> dict[str, Any]:
-    return {
-        "layout": layout,
-        "variant": variant,
-        "seed": seed,
-        "held_out": held_out,
-        "replicas_equal": True,
-    }
+    return {"layout": layout, "variant": variant, "seed": seed, "held_out": held_out, "replicas_equal": True}
 
 
 def test_each_run_is_compared_with_the_uncompressed_one_of_its_seed(tmp_path: Path) -> None:

@@ -206,6 +206,24 @@ def test_plain_pytorch_trains_with_compressed_gradients(how: str) -> None:
     assert all_equal(lossy[0][1], lossy[1][1])
 
 
+def gradients(model: nn.Module, seed: int, comm: dict[str, Any] | None) -> Any:
+    """Of a sharded model, in full, and what was sent."""
+    runtime = ssdtrain.attach(model, {"comm": comm or {}, "enabled": comm is not None})
+    model(values(seed, 64 * 32).view(32, 64)).square().mean().backward()
+    found: Any = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
+    return [found, runtime.comm and runtime.comm.metrics()["dp"]]
+
+
+def all_but_excluded_are_compressed(ranks: int, function: Any, *arguments: Any, calls: int) -> None:
+    plain, _ = on_ranks(ranks, function, *arguments, None)[0]
+    lossy, figures = on_ranks(ranks, function, *arguments, {"dp": "int8", **SMALL})[0]
+    assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (calls, calls, {})
+    for name, gradient in plain.items():
+        excluded = name.startswith("1.") or name.endswith("bias")
+        assert torch.equal(lossy[name], gradient) == excluded, name
+        assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
+
+
 def gradients_of_a_list(rank: int, columns: bool, comm: dict[str, Any] | None) -> Any:
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
@@ -216,21 +234,12 @@ def gradients_of_a_list(rank: int, columns: bool, comm: dict[str, Any] | None) -
     fully_shard(model[0], shard_placement_fn=place)
     fully_shard([model[2], model[1]])
     fully_shard(model)
-    runtime = ssdtrain.attach(model, {"comm": comm}) if comm is not None else None
-    model(values(rank, 64 * 32).view(32, 64)).square().mean().backward()
-    found: Any = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return [found, runtime.comm.metrics()["dp"] if runtime is not None and runtime.comm is not None else None]
+    return gradients(model, rank, comm)
 
 
 @pytest.mark.parametrize("columns", [False, True])
 def test_modules_that_are_sharded_together_or_by_columns_are_compressed(columns: bool) -> None:
-    plain, _ = on_ranks(2, gradients_of_a_list, columns, None)[0]
-    lossy, figures = on_ranks(2, gradients_of_a_list, columns, {"dp": "int8", **SMALL})[0]
-    assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (2, 2, {})
-    for name, gradient in plain.items():
-        excluded = name.startswith("1.") or name.endswith("bias")
-        assert torch.equal(lossy[name], gradient) == excluded, name
-        assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
+    all_but_excluded_are_compressed(2, gradients_of_a_list, columns, calls=2)
 
 
 def gradients_of_two_dimensions(_: int, comm: dict[str, Any] | None) -> Any:
@@ -244,20 +253,12 @@ def gradients_of_two_dimensions(_: int, comm: dict[str, Any] | None) -> Any:
     model = nn.Sequential(nn.Linear(64, 132), nn.GELU(), nn.Linear(132, 65))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
     fully_shard(model, mesh=mesh["dp"])
-    runtime = ssdtrain.attach(model, {"comm": comm}) if comm is not None else None
-    model(values(mesh.get_local_rank("dp"), 64 * 32).view(32, 64)).square().mean().backward()
-    found: Any = {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
-    return [found, runtime.comm.metrics()["dp"] if runtime is not None and runtime.comm is not None else None]
+    return gradients(model, mesh.get_local_rank("dp"), comm)
 
 
 @pytest.mark.slow
 def test_shards_of_tensor_parallel_parameters_are_compressed() -> None:
-    plain, _ = on_ranks(4, gradients_of_two_dimensions, None)[0]
-    lossy, figures = on_ranks(4, gradients_of_two_dimensions, {"dp": "int8", **SMALL})[0]
-    assert (figures.calls, figures.compressed, dict(figures.fallbacks)) == (1, 1, {})
-    for name, gradient in plain.items():
-        assert torch.equal(lossy[name], gradient) == name.endswith("bias"), name
-        assert (lossy[name] - gradient).norm() <= 0.02 * gradient.norm()
+    all_but_excluded_are_compressed(4, gradients_of_two_dimensions, calls=1)
 
 
 def trained_with_steps(rank: int, wrapper: str, announced: bool, evaluates: bool = False) -> Any:

@@ -84,11 +84,10 @@ def test_steps_that_are_skipped_are_none_of_the_first_ones() -> None:
 
 
 def journalled(rank: int, path: str) -> list[Any]:
-    runtime = Runtime(load_config({"comm": {"dp": "int8", "probe": False}, "report": {"path": path}}))
-    for _ in range(3):
-        assert runtime.comm.all_reduce(values(rank, 5000), "dp") is None
-        runtime.step_end()
-    runtime.close()
+    with Runtime(load_config({"comm": {"dp": "int8", "probe": False}, "report": {"path": path}})) as runtime:
+        for _ in range(3):
+            assert runtime.comm.all_reduce(values(rank, 5000), "dp") is None
+            runtime.step_end()
     lines = Path(path, f"rank-{rank}.jsonl").read_text().splitlines()
     return [json.loads(line).get("decisions") for line in lines if "step" in json.loads(line)]
 
@@ -99,6 +98,7 @@ def test_the_journal_has_the_reasons_of_what_went_uncompressed(tmp_path: Path) -
 
 
 MIB = 2**20
+TABLE = [(19 * MIB, True), (MIB, False)]
 GRADIENTS = {"dp": torch.float32, "dp_gather": torch.float32}
 IN_BF16 = {"dp": torch.bfloat16, "zero_gather": torch.bfloat16}
 
@@ -107,23 +107,11 @@ IN_BF16 = {"dp": torch.bfloat16, "zero_gather": torch.bfloat16}
     ("comm", "parameters", "dtypes", "share", "remedy"),
     [
         ({"preset": "balanced"}, [(4 * MIB, True), (4 * MIB, False)], GRADIENTS, None, ""),
-        (
-            {"preset": "balanced", "excluded": "raw"},
-            [(19 * MIB, True), (MIB, False)],
-            GRADIENTS,
-            0.96,
-            '"excluded": "bf16"',
-        ),
-        ({"preset": "balanced", "excluded": "bf16"}, [(19 * MIB, True), (MIB, False)], GRADIENTS, None, ""),
-        (
-            {"preset": "balanced", "excluded": "raw"},
-            [(19 * MIB, True), (MIB, False)],
-            IN_BF16,
-            0.98,
-            '"norm", "bias"',
-        ),
-        ({"preset": "balanced"}, [(19 * MIB, True), (MIB, False)], IN_BF16, None, ""),
-        ({"preset": "exact"}, [(19 * MIB, True), (MIB, False)], GRADIENTS, None, ""),
+        ({"preset": "balanced", "excluded": "raw"}, TABLE, GRADIENTS, 0.96, '"excluded": "bf16"'),
+        ({"preset": "balanced", "excluded": "bf16"}, TABLE, GRADIENTS, None, ""),
+        ({"preset": "balanced", "excluded": "raw"}, TABLE, IN_BF16, 0.98, '"norm", "bias"'),
+        ({"preset": "balanced"}, TABLE, IN_BF16, None, ""),
+        ({"preset": "exact"}, TABLE, GRADIENTS, None, ""),
         ({"preset": "balanced"}, [(1000, False)], GRADIENTS, 1.0, "min_bytes"),
         ({"dp": "bf16"}, [(4 * MIB, False)], IN_BF16, 1.0, "comm.dp is bf16.*comm.zero_gather is off"),
     ],

@@ -46,11 +46,10 @@ def summed_by_replicas(rank: int) -> list[str]:
 
     said = heard_warnings()
     model = fully_shard(Small(), mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicas", "shards")))
-    runtime = ssdtrain.attach(model, {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}})
-    for step in range(3):
-        model(values(step, 64 * 4).view(4, 64)).sum().backward()
-        runtime.step_end()
-    runtime.close()
+    with ssdtrain.attach(model, {"comm": {"dp": "int8", "min_bytes": 0, "probe": False}}) as runtime:
+        for step in range(3):
+            model(values(step, 64 * 4).view(4, 64)).sum().backward()
+            runtime.step_end()
     return said
 
 
@@ -94,20 +93,19 @@ def test_stages_of_a_pipeline_do_not_wait_for_each_other_and_are_told_to_announc
 def scaled(rank: int) -> Any:
     """The scaler of a loop that announces no steps, and the scale at which residuals are kept, in each backward."""
     model = DistributedDataParallel(Small())
-    runtime = ssdtrain.attach(
+    with ssdtrain.attach(
         model, {"comm": {"dp": "int8", "feedback": "int8", "min_bytes": 0, "probe": False}}
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
-    runtime.comm.loss_scale = scaler.get_scale
-    found = []
-    for step in range(3):
-        optimizer.zero_grad()
-        scaler.scale(model(values(step, 64 * 4).view(4, 64)).square().sum()).backward()
-        found.append((scaler.get_scale(), runtime.comm.feedback.scale))
-        scaler.step(optimizer)
-        scaler.update()
-    runtime.close()
+    ) as runtime:
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**126, backoff_factor=2.0**-60)
+        runtime.comm.loss_scale = scaler.get_scale
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(model(values(step, 64 * 4).view(4, 64)).square().sum()).backward()
+            found.append((scaler.get_scale(), runtime.comm.feedback.scale))
+            scaler.step(optimizer)
+            scaler.update()
     return found
 
 

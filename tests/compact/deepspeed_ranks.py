@@ -39,14 +39,13 @@ def train_plainly(**compact: Any) -> dict[str, Any]:
 
     whole = model()
     optimizer = torch.optim.SGD(whole.parameters(), lr=0.5)
-    runtime = ssdtrain.attach(whole, {"compact": {**COMPACT, **compact}, "report": {"interval": 0}})
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for tokens, labels in batches(step):
-            (loss_of(whole(tokens), labels) / WORLD).backward()
-        optimizer.step()
-        runtime.step_end()
-    runtime.close()
+    with ssdtrain.attach(whole, {"compact": {**COMPACT, **compact}, "report": {"interval": 0}}) as runtime:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for tokens, labels in batches(step):
+                (loss_of(whole(tokens), labels) / WORLD).backward()
+            optimizer.step()
+            runtime.step_end()
     return {name: parameter.detach() for name, parameter in whole.named_parameters()}
 
 
@@ -66,10 +65,7 @@ def train(stage: str) -> dict[str, Any]:
         # By default 1.0, which the noise of projections exceeds.
         "gradient_clipping": 0.0,
         "ssdtrain": {"compact": compact, "report": {"interval": 0}},
-        "zero_optimization": {
-            "stage": 0 if piped else int(stage),
-            "stage3_param_persistence_threshold": 0,
-        },
+        "zero_optimization": {"stage": 0 if piped else int(stage), "stage3_param_persistence_threshold": 0},
     }
     module: nn.Module
     if piped:

@@ -66,9 +66,8 @@ class Calling(nn.Module):
 def test_all_features_kept_give_the_gradients_of_the_model_without() -> None:
     model = llama()
     expected = gradients(model)
-    runtime = attach(model, ratio=1)
-    found = gradients(model)
-    runtime.close()
+    with attach(model, ratio=1):
+        found = gradients(model)
     for name, gradient in expected.items():
         assert float((found[name] - gradient).abs().max() / gradient.abs().max()) < 1e-12, name
 
@@ -77,9 +76,8 @@ def test_only_gradients_of_compressed_weights_change() -> None:
     model = llama()
     expected = gradients(model)
     for section in ({"ratio": 0.25}, {"mode": "quant"}):
-        with_compact = attach(model, **section)
-        found = gradients(model)
-        with_compact.close()
+        with attach(model, **section):
+            found = gradients(model)
         changed = {
             name
             for name in expected
@@ -93,30 +91,28 @@ def test_only_gradients_of_compressed_weights_change() -> None:
 def test_a_layer_is_keyed_by_its_name_and_the_step() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)).double()
     x = torch.randn(5, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    runtime = attach(model, ratio=0.25, seed=11)
-    for step in range(3):
-        model.zero_grad()
-        inner = model[0](x)
-        model(x).sum().backward()
-        for name, layer, read in (("0", model[0], x), ("1", model[1], inner.detach())):
-            block = Projections("orthonormal", 11).block(layout_of(64, 0.25), layer_key(name), step, x)
-            upstream = torch.ones(5, 8, dtype=torch.float64)
-            gradient = upstream if name == "1" else upstream @ model[1].weight.detach()
-            way = Projected(block)
-            expected = way.weight_gradient(gradient, way.compress(read))
-            assert torch.allclose(layer.weight.grad, expected, rtol=1e-12, atol=1e-12), (name, step)
-        runtime.step_end()
-    runtime.close()
+    with attach(model, ratio=0.25, seed=11) as runtime:
+        for step in range(3):
+            model.zero_grad()
+            inner = model[0](x)
+            model(x).sum().backward()
+            for name, layer, read in (("0", model[0], x), ("1", model[1], inner.detach())):
+                block = Projections("orthonormal", 11).block(layout_of(64, 0.25), layer_key(name), step, x)
+                upstream = torch.ones(5, 8, dtype=torch.float64)
+                gradient = upstream if name == "1" else upstream @ model[1].weight.detach()
+                way = Projected(block)
+                expected = way.weight_gradient(gradient, way.compress(read))
+                assert torch.allclose(layer.weight.grad, expected, rtol=1e-12, atol=1e-12), (name, step)
+            runtime.step_end()
 
 
 def test_microbatches_of_a_step_share_projections() -> None:
     model = llama()
-    runtime = attach(model, ratio=0.25)
-    first, second = gradients(model), gradients(model)
-    assert equal_by_name(first, second)
-    runtime.step_end()
-    assert not equal_by_name(first, gradients(model))
-    runtime.close()
+    with attach(model, ratio=0.25) as runtime:
+        first, second = gradients(model), gradients(model)
+        assert equal_by_name(first, second)
+        runtime.step_end()
+        assert not equal_by_name(first, gradients(model))
 
 
 def test_a_loop_that_ends_no_steps_is_followed_by_its_optimizer() -> None:
@@ -126,17 +122,16 @@ def test_a_loop_that_ends_no_steps_is_followed_by_its_optimizer() -> None:
         model = llama()
         optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
         other = torch.optim.SGD(model.lm_head.parameters(), lr=0.1)
-        runtime = attach(model, ratio=0.25)
-        for number in range(3):
-            assert runtime.compact.step() == number
-            model.zero_grad()
-            for _ in range(2):
-                model(*batch()).backward()
-            other.step()
-            optimizer.step()
-            if ends_steps:
-                runtime.step_end()
-        runtime.close()
+        with attach(model, ratio=0.25) as runtime:
+            for number in range(3):
+                assert runtime.compact.step() == number
+                model.zero_grad()
+                for _ in range(2):
+                    model(*batch()).backward()
+                other.step()
+                optimizer.step()
+                if ends_steps:
+                    runtime.step_end()
         optimizer.step()
         assert runtime.compact.step() == 3
         found.append({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -146,35 +141,33 @@ def test_a_loop_that_ends_no_steps_is_followed_by_its_optimizer() -> None:
 def test_a_replaced_optimizer_is_followed() -> None:
     """Also where the old one is still held by somebody; two with a step each are one step."""
     layer = nn.Linear(64, 8)
-    runtime = attach(layer)
+    with attach(layer) as runtime:
 
-    def step(optimizer: torch.optim.Optimizer) -> int:
-        layer(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
-        return runtime.compact.step()
+        def step(optimizer: torch.optim.Optimizer) -> int:
+            layer(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+            return runtime.compact.step()
 
-    first = torch.optim.SGD([layer.weight], lr=0.1)
-    second = torch.optim.SGD(layer.parameters(), lr=0.1)
-    assert [step(o) for o in (first, second, first, second)] == [1, 1, 2, 2]
-    assert [step(second), step(second)] == [3, 4], "the first makes no more steps"
-    del second
-    gc.collect()
-    assert step(torch.optim.SGD(layer.parameters(), lr=0.1)) == 5
-    runtime.close()
+        first = torch.optim.SGD([layer.weight], lr=0.1)
+        second = torch.optim.SGD(layer.parameters(), lr=0.1)
+        assert [step(o) for o in (first, second, first, second)] == [1, 1, 2, 2]
+        assert [step(second), step(second)] == [3, 4], "the first makes no more steps"
+        del second
+        gc.collect()
+        assert step(torch.optim.SGD(layer.parameters(), lr=0.1)) == 5
 
 
 def test_steps_before_the_first_end_of_a_step_stay_counted() -> None:
     layer = nn.Linear(64, 8)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    runtime = attach(layer)
-    for _ in range(3):
-        layer(torch.ones(1, 64)).sum().backward()
-        optimizer.step()
-    runtime.step_end()
-    assert runtime.compact.step() == 3
-    runtime.step_end()
-    assert runtime.compact.step() == 4
-    runtime.close()
+    with attach(layer) as runtime:
+        for _ in range(3):
+            layer(torch.ones(1, 64)).sum().backward()
+            optimizer.step()
+        runtime.step_end()
+        assert runtime.compact.step() == 3
+        runtime.step_end()
+        assert runtime.compact.step() == 4
 
 
 def test_an_abandoned_feature_keeps_no_layer() -> None:
@@ -189,36 +182,32 @@ def test_an_abandoned_feature_keeps_no_layer() -> None:
 
 def test_a_resumed_loop_says_where_it_goes_on() -> None:
     model = llama()
-    runtime = attach(model, ratio=0.25)
-    for _ in range(3):
-        runtime.step_end()
-    expected = gradients(model)
-    runtime.close()
-    runtime = attach(model, ratio=0.25)
-    runtime.compact.steps = 3
-    assert equal_by_name(gradients(model), expected)
-    runtime.close()
+    with attach(model, ratio=0.25) as runtime:
+        for _ in range(3):
+            runtime.step_end()
+        expected = gradients(model)
+    with attach(model, ratio=0.25) as runtime:
+        runtime.compact.steps = 3
+        assert equal_by_name(gradients(model), expected)
 
 
 def test_forwards_without_a_step_are_worth_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.Linear(16, 16))
-    runtime = attach(model)
-    for _ in range(3000):
-        model(torch.zeros(1, 16))
-    runtime.close()
+    with attach(model):
+        for _ in range(3000):
+            model(torch.zeros(1, 16))
     assert caplog.text.count("Call runtime.step_end() after each optimizer step") == 1
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_a_recomputed_block_has_the_same_projection(reentrant: bool) -> None:
     model = llama()
-    runtime = attach(model, ratio=0.25)
-    expected = gradients(model)
-    for layer in model.layers:
-        plain = layer.forward
-        layer.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=reentrant)
-    found = gradients(model)
-    runtime.close()
+    with attach(model, ratio=0.25):
+        expected = gradients(model)
+        for layer in model.layers:
+            plain = layer.forward
+            layer.forward = lambda x, plain=plain: checkpoint(plain, x, use_reentrant=reentrant)
+        found = gradients(model)
     assert equal_by_name(found, expected)
 
 
@@ -226,24 +215,22 @@ def test_a_recomputed_block_has_the_same_projection(reentrant: bool) -> None:
 def test_a_recomputation_with_another_projection_is_exact_where_all_is_kept(stepped: bool) -> None:
     """The second layer had its z from the first, which is not in the region."""
     model = Calling(lambda first, second, x: (first(x), checkpoint(second, x, use_reentrant=False)))
-    runtime = attach(model, ratio=1)
-    x = torch.randn(4, 64, dtype=torch.float64)
-    y, z = model(x)
-    assert runtime.compact.compression.counted.shared_inputs == 1
-    if stepped:
-        runtime.step_end()
-    (y.sum() + z.sum()).backward()
-    runtime.close()
+    with attach(model, ratio=1) as runtime:
+        x = torch.randn(4, 64, dtype=torch.float64)
+        y, z = model(x)
+        assert runtime.compact.compression.counted.shared_inputs == 1
+        if stepped:
+            runtime.step_end()
+        (y.sum() + z.sum()).backward()
     for layer in (model.first, model.second):
         assert torch.allclose(layer.weight.grad, x.sum(0).expand(8, 64))
 
 
 def test_layers_that_read_one_input_save_it_once() -> None:
     model = llama()
-    runtime = attach(model, ratio=0.25)
-    gradients(model)
-    counted = runtime.compact.compression.counted
-    runtime.close()
+    with attach(model, ratio=0.25) as runtime:
+        gradients(model)
+        counted = runtime.compact.compression.counted
     assert counted.shared_inputs == 2 * 3  # k, v and up of both blocks
     tokens, width, middle = 2 * 16, 128, 384
     assert counted.input_bytes == 2 * tokens * (2 * width + middle) * 8
@@ -264,19 +251,17 @@ class Passing(torch.autograd.Function):
 
 def test_functions_that_only_pass_on_are_looked_through() -> None:
     model = llama()
-    runtime = attach(model, ratio=0.25)
-    expected = gradients(model)
-    counted = copy.copy(runtime.compact.compression.counted)
-    runtime.close()
+    with attach(model, ratio=0.25) as runtime:
+        expected = gradients(model)
+        counted = copy.copy(runtime.compact.compression.counted)
     register_passing("Passing")
     for module in list(model.modules())[1:]:
         if not isinstance(module, nn.Embedding | nn.ModuleList):
             module.register_forward_pre_hook(lambda _, args: (Passing.apply(args[0]), *args[1:]))
             module.register_forward_hook(lambda _, args, y: Passing.apply(y))
-    runtime = attach(model, ratio=0.25)
-    found = gradients(model)
-    assert runtime.compact.compression.counted == counted
-    runtime.close()
+    with attach(model, ratio=0.25) as runtime:
+        found = gradients(model)
+        assert runtime.compact.compression.counted == counted
     for name, gradient in expected.items():
         assert float((found[name] - gradient).abs().max()) < 1e-12, name
 
@@ -285,10 +270,9 @@ def test_an_input_that_was_changed_in_between_is_not_shared() -> None:
     """Also where the second layer gets a tensor with a version counter of its own."""
     model = Calling(lambda first, second, x: (first(x), second(x.add_(1).data)))
     x = torch.randn(4, 64, dtype=torch.float64)
-    runtime = attach(model, ratio=1)
-    y, z = model(x)
-    (y.sum() + z.sum()).backward()
-    runtime.close()
+    with attach(model, ratio=1):
+        y, z = model(x)
+        (y.sum() + z.sum()).backward()
     assert torch.allclose(model.second.weight.grad, x.sum(0).expand(8, 64))
     assert torch.allclose(model.first.weight.grad, (x - 1).sum(0).expand(8, 64))
 
@@ -436,13 +420,11 @@ def test_a_torch_without_the_names_that_are_read_is_an_error_at_the_start(
 
 def test_released_copies_come_back_to_the_bit() -> None:
     model = llama(torch.float32)
-    with_copies = attach(model, ratio=0.25, recompute=False)
-    expected = gradients(model)
-    with_copies.close()
-    runtime = attach(model, ratio=0.25)
-    found = gradients(model)
-    released = runtime.compact.compression.counted.released_bytes
-    runtime.close()
+    with attach(model, ratio=0.25, recompute=False):
+        expected = gradients(model)
+    with attach(model, ratio=0.25) as runtime:
+        found = gradients(model)
+        released = runtime.compact.compression.counted.released_bytes
     assert equal_by_name(found, expected)
     assert released == 2 * (2 * 16) * (2 * 128 + 384) * 4  # two norms and silu(gate) of both blocks
 
@@ -451,22 +433,20 @@ def test_a_changed_gate_is_still_noticed() -> None:
     gate = torch.randn(4, 64, requires_grad=True) * 1.0
     up = torch.randn(4, 64, requires_grad=True)
     layer = nn.Linear(64, 8)
-    runtime = attach(layer)
-    out = layer(nn.functional.silu(gate) * up)
-    with torch.no_grad():
-        gate.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-    runtime.close()
+    with attach(layer):
+        out = layer(nn.functional.silu(gate) * up)
+        with torch.no_grad():
+            gate.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
 
 
 def test_an_input_that_is_saved_anyway_is_left_alone() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    runtime = attach(model)
-    x = torch.randn(4, 64)
-    model(x).sum().backward()
-    assert runtime.compact.compression.counted.skipped_inputs == 1
-    runtime.close()
+    with attach(model) as runtime:
+        x = torch.randn(4, 64)
+        model(x).sum().backward()
+        assert runtime.compact.compression.counted.skipped_inputs == 1
 
 
 def test_state_dict_copies_and_pickles_know_nothing_of_it() -> None:
@@ -487,22 +467,16 @@ def test_state_dict_copies_and_pickles_know_nothing_of_it() -> None:
 @pytest.mark.parametrize("section", [{"ratio": 0.25}, {"mode": "quant"}], ids=["reconstruct", "quant"])
 def test_with_offload_what_is_saved_is_spilled_to_the_bit(section: dict[str, Any], tmp_path: Path) -> None:
     model = llama(torch.float32)
-    alone = attach(model, recompute=False, **section)
-    expected = gradients(model)
-    alone.close()
+    with attach(model, recompute=False, **section):
+        expected = gradients(model)
     offload = {"directories": str(tmp_path), "min_bytes": 0}
-    runtime = ssdtrain.attach(model, {"compact": section, "offload": offload, **QUIET})
-    found = gradients(model)
-    both = runtime.statistics()
-    runtime.close()
-    only = ssdtrain.attach(model, {"offload": offload, **QUIET})
-    gradients(model)
-    without = only.statistics()
-    only.close()
+    with ssdtrain.attach(model, {"compact": section, "offload": offload, **QUIET}) as runtime:
+        found = gradients(model)
+        both = runtime.statistics()
+    with ssdtrain.attach(model, {"offload": offload, **QUIET}) as only:
+        gradients(model)
+        without = only.statistics()
     assert equal_by_name(found, expected)
-    assert (
-        both is not None and both.offload is not None and without is not None and without.offload is not None
-    )
     width, middle, tokens = 128, 384, 2 * 16
     inputs = 2 * tokens * (2 * width + middle) * 4
     blocks = 2 * 3 * 64 * 16 * 4 if "ratio" in section else 0  # of P, which layers hold anyway
@@ -526,17 +500,15 @@ def test_gpt2s_transposed_layers_are_found() -> None:
     model(x).pow(2).sum().backward()
     expected = model.weight.grad.clone()
     model.weight.grad = None
-    runtime = attach(model, ratio=1)
-    model(x).pow(2).sum().backward()
-    runtime.close()
+    with attach(model, ratio=1):
+        model(x).pow(2).sum().backward()
     assert torch.allclose(model.weight.grad, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_patterns_choose_layers_and_their_ratios() -> None:
     model = llama()
-    runtime = attach(model, ratio={"*.down_proj": 0.125, "*.mlp.*": 0.5}, exclude=["layers.0"])
-    chosen = {name for name, module in model.named_modules() if "forward" in module.__dict__}
-    runtime.close()
+    with attach(model, ratio={"*.down_proj": 0.125, "*.mlp.*": 0.5}, exclude=["layers.0"]):
+        chosen = {name for name, module in model.named_modules() if "forward" in module.__dict__}
     assert chosen == {f"layers.1.mlp.{name}_proj" for name in ("gate", "up", "down")}
 
 
@@ -565,21 +537,19 @@ def test_hadamard_names_the_layer_it_does_not_fit() -> None:
 
 def test_a_second_runtime_on_the_same_layers_is_refused() -> None:
     model = llama()
-    runtime = attach(model)
-    with pytest.raises(ConfigError, match="another runtime compresses already"):
-        attach(model)
-    runtime.close()
+    with attach(model):
+        with pytest.raises(ConfigError, match="another runtime compresses already"):
+            attach(model)
     attach(model).close()
 
 
 def test_a_feature_that_does_nothing_says_so(caplog: pytest.LogCaptureFixture) -> None:
     model = llama().requires_grad_(False)
     model.lm_head.requires_grad_(True)
-    runtime = attach(model)
-    for _ in range(3):
-        model(*batch()).backward()
-        runtime.step_end()
-    runtime.close()
+    with attach(model) as runtime:
+        for _ in range(3):
+            model(*batch()).backward()
+            runtime.step_end()
     assert "compact is enabled and compressed nothing" in caplog.text
 
 
@@ -587,10 +557,9 @@ def test_a_frozen_layer_lets_go_of_copies_too() -> None:
     model = llama(torch.float32).requires_grad_(False)
     model.embed_tokens.requires_grad_(True)
     expected = gradients(model)
-    runtime = attach(model)
-    found = gradients(model)
-    counted = runtime.compact.compression.counted
-    runtime.close()
+    with attach(model) as runtime:
+        found = gradients(model)
+        counted = runtime.compact.compression.counted
     assert equal_by_name(found, expected)
     assert counted.released_bytes == 2 * (2 * 16) * 384 * 4  # silu(gate); frozen norms keep no second copy
     assert counted.input_bytes == 0

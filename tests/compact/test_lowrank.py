@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,9 +102,8 @@ def test_lazy_merges_are_the_papers_form(make: Made) -> None:
     expected, found = llama(), llama()
     train_as_the_paper(expected, make, 8, 0.25)
     optimizer = make(found.parameters())
-    runtime = attach(found, optimizer)
-    train(found, optimizer, range(8))
-    runtime.close()
+    with attach(found, optimizer):
+        train(found, optimizer, range(8))
     untrained = dict(llama().named_parameters())
     for (name, weight), other in zip(found.named_parameters(), expected.parameters(), strict=True):
         assert float((weight - other).detach().abs().max()) < 1e-12, name
@@ -114,10 +114,8 @@ def test_all_features_kept_train_with_sgd_as_without() -> None:
     expected, found = llama(), llama()
     for model, section in ((expected, None), (found, {"ratio": 1})):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        runtime = attach(model, optimizer, **section) if section else None
-        train(model, optimizer, range(5))
-        if runtime is not None:
-            runtime.close()
+        with attach(model, optimizer, **section) if section else nullcontext():
+            train(model, optimizer, range(5))
     for weight, other in zip(found.parameters(), expected.parameters(), strict=True):
         assert float((weight - other).detach().abs().max()) < 1e-12
 
@@ -127,29 +125,27 @@ def test_gradients_state_and_saved_inputs_are_small_and_the_squared_norm_is_kept
     optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, weight_decay=0.0)
     x, upstream = torch.randn(6, 128, dtype=torch.float64), torch.randn(6, 40, dtype=torch.float64)
     whole = (upstream.t() @ x).pow(2).sum()
-    runtime = attach(layer, optimizer, update_every=1)
-    squares = []
-    saved: list[tuple[int, ...]] = []
-    for _ in range(200):
-        optimizer.zero_grad()
-        saved.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
-            y = layer(x)
-        y.backward(upstream)
-        squares.append(float(getattr(layer, FACTOR).grad.pow(2).sum() / whole))
-        optimizer.step()
-    runtime.close()
+    with attach(layer, optimizer, update_every=1):
+        squares = []
+        saved: list[tuple[int, ...]] = []
+        for _ in range(200):
+            optimizer.zero_grad()
+            saved.clear()
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+                y = layer(x)
+            y.backward(upstream)
+            squares.append(float(getattr(layer, FACTOR).grad.pow(2).sum() / whole))
+            optimizer.step()
     mean = torch.tensor(squares)
     assert float(mean.mean()) == pytest.approx(1, abs=4 * float(mean.std()) / 200**0.5)
     assert sorted(saved) == [(6, 32), (40, 32), (40, 128), (64, 16)]  # z, B, W, and the block of P
-    runtime = attach(layer, optimizer)
-    layer(x).backward(upstream)
-    optimizer.step()
-    trained = dict(layer.named_parameters())
-    assert trained["weight"].grad is None and not trained["weight"].requires_grad
-    state = optimizer.state[trained[FACTOR]]
-    assert state["exp_avg"].shape == (40, 32) and trained["weight"] not in optimizer.state
-    runtime.close()
+    with attach(layer, optimizer):
+        layer(x).backward(upstream)
+        optimizer.step()
+        trained = dict(layer.named_parameters())
+        assert trained["weight"].grad is None and not trained["weight"].requires_grad
+        state = optimizer.state[trained[FACTOR]]
+        assert state["exp_avg"].shape == (40, 32) and trained["weight"] not in optimizer.state
 
 
 def test_a_checkpoint_holds_ordinary_weights_and_resumes_to_the_bit() -> None:
@@ -158,15 +154,14 @@ def test_a_checkpoint_holds_ordinary_weights_and_resumes_to_the_bit() -> None:
     model = llama()
     keys = list(model.state_dict())
     optimizer = make(model.parameters())
-    runtime = attach(model, optimizer)
-    train(model, optimizer, range(4))
-    file = io.BytesIO()
-    runtime.compact.merge()
-    torch.save((model.state_dict(), optimizer.state_dict(), runtime.compact.steps), file)
-    with torch.no_grad():
-        loss = model(*batch(99))
-    train(model, optimizer, range(4, 8))
-    runtime.close()
+    with attach(model, optimizer) as runtime:
+        train(model, optimizer, range(4))
+        file = io.BytesIO()
+        runtime.compact.merge()
+        torch.save((model.state_dict(), optimizer.state_dict(), runtime.compact.steps), file)
+        with torch.no_grad():
+            loss = model(*batch(99))
+        train(model, optimizer, range(4, 8))
     assert list(model.state_dict()) == keys == list(dict(llama().state_dict()))
 
     file.seek(0)
@@ -178,12 +173,11 @@ def test_a_checkpoint_holds_ordinary_weights_and_resumes_to_the_bit() -> None:
 
     resumed = llama()
     again = make(resumed.parameters())
-    runtime = attach(resumed, again)
-    resumed.load_state_dict(weights)
-    again.load_state_dict(state)
-    runtime.compact.steps = steps
-    train(resumed, again, range(4, 8))
-    runtime.close()
+    with attach(resumed, again) as runtime:
+        resumed.load_state_dict(weights)
+        again.load_state_dict(state)
+        runtime.compact.steps = steps
+        train(resumed, again, range(4, 8))
     assert all_equal(resumed.parameters(), model.parameters())
 
 
@@ -251,16 +245,15 @@ def test_a_layer_whose_forward_is_never_called_is_an_error_by_name() -> None:
     model = Reads()
     for exclude in ([], ["second"]):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        runtime = attach(model, optimizer, exclude=exclude)
-        for step in range(4):
-            model(torch.randn(2, 64)).sum().backward()
-            if step != 2 or exclude:
-                optimizer.step()
-                continue
-            with pytest.raises(RuntimeError, match=r"forwards of second \(1 layers\).*compact.exclude"):
-                optimizer.step()
-            break
-        runtime.close()
+        with attach(model, optimizer, exclude=exclude):
+            for step in range(4):
+                model(torch.randn(2, 64)).sum().backward()
+                if step != 2 or exclude:
+                    optimizer.step()
+                    continue
+                with pytest.raises(RuntimeError, match=r"forwards of second \(1 layers\).*compact.exclude"):
+                    optimizer.step()
+                break
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -273,15 +266,14 @@ def test_torchs_encoder_trains_and_evaluates_what_it_trained(padded: bool) -> No
     mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2]) if padded else None
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    runtime = attach(model, optimizer)
-    for _ in range(2):
-        optimizer.zero_grad()
-        (model(x, src_key_padding_mask=mask)[:, :3] - x[:, :3]).square().mean().backward()
-        optimizer.step()
-    model.eval()
-    with torch.no_grad():
-        found = model(x, src_key_padding_mask=mask)
-    runtime.close()
+    with attach(model, optimizer):
+        for _ in range(2):
+            optimizer.zero_grad()
+            (model(x, src_key_padding_mask=mask)[:, :3] - x[:, :3]).square().mean().backward()
+            optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            found = model(x, src_key_padding_mask=mask)
     with torch.no_grad():
         expected = model(x, src_key_padding_mask=mask)
     kept = ~mask[:, : found.shape[1]] if mask is not None else torch.ones(2, 5, dtype=torch.bool)
@@ -293,34 +285,24 @@ def test_a_skipped_step_of_a_fused_optimizer_decays_and_counts_nothing() -> None
     model = nn.Sequential(nn.Linear(64, 8))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.1, fused=True)
     scaler = torch.amp.GradScaler("cpu")
-    runtime = attach(model, optimizer)
-    before = model[0].weight.detach().clone()
-    for overflows, steps in ((True, 0), (False, 1)):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(2, 64)).sum() * (float("inf") if overflows else 1.0)).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        assert runtime.compact.steps == steps
-        assert torch.equal(model[0].weight, before) == overflows
-    runtime.close()
+    with attach(model, optimizer) as runtime:
+        before = model[0].weight.detach().clone()
+        for overflows, steps in ((True, 0), (False, 1)):
+            optimizer.zero_grad()
+            scaler.scale(model(torch.ones(2, 64)).sum() * (float("inf") if overflows else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert runtime.compact.steps == steps
+            assert torch.equal(model[0].weight, before) == overflows
 
 
 def test_another_optimizer_is_an_error() -> None:
     model = nn.Linear(64, 8)
-    runtime = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    other = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(torch.ones(1, 64)).sum().backward()
-    with pytest.raises(RuntimeError, match=r"another optimizer than the one given to ssdtrain.attach"):
-        other.step()
-    runtime.close()
-
-
-def test_a_second_runtime_on_its_layers_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(64, 8))
-    runtime = attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ConfigError, match="another runtime compresses already"):
-        ssdtrain.attach(model, {"compact": {"mode": "quant"}, "report": {"interval": 0}})
-    runtime.close()
+    with attach(model, torch.optim.SGD(model.parameters(), lr=0.1)):
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 64)).sum().backward()
+        with pytest.raises(RuntimeError, match=r"another optimizer than the one given to ssdtrain.attach"):
+            other.step()
 
 
 def test_a_load_replaces_all_of_a_weight() -> None:
@@ -329,25 +311,23 @@ def test_a_load_replaces_all_of_a_weight() -> None:
         for parameter in other.parameters():
             parameter.mul_(2)
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    runtime = attach(model, optimizer)
-    train(model, optimizer, range(2))
-    model.load_state_dict(other.state_dict())
-    assert torch.equal(model(*batch(9)), other(*batch(9)))
-    runtime.close()
+    with attach(model, optimizer):
+        train(model, optimizer, range(2))
+        model.load_state_dict(other.state_dict())
+        assert torch.equal(model(*batch(9)), other(*batch(9)))
     assert all_equal(model.parameters(), other.parameters())
 
 
 def test_an_unmerged_evaluation_computes_with_the_small_matrix() -> None:
     model = llama()
     optimizer = OPTIMIZERS["SGD"](model.parameters())
-    runtime = attach(model, optimizer)
-    train(model, optimizer, range(2))
-    with torch.no_grad():
-        unmerged = model(*batch(9))
-    runtime.compact.merge()
-    with torch.no_grad():
-        merged = model(*batch(9))
-    runtime.close()
+    with attach(model, optimizer) as runtime:
+        train(model, optimizer, range(2))
+        with torch.no_grad():
+            unmerged = model(*batch(9))
+        runtime.compact.merge()
+        with torch.no_grad():
+            merged = model(*batch(9))
     assert float((model(*batch(9)) - unmerged).detach().abs()) < 1e-13
     assert float((merged - unmerged).abs()) < 1e-13
 
@@ -356,9 +336,8 @@ def test_frozen_layers_and_those_of_no_optimizer_are_left_alone() -> None:
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     model[0].requires_grad_(False)
     optimizer = torch.optim.Adam(model[1].parameters())
-    runtime = attach(model, optimizer)
-    assert [hasattr(layer, FACTOR) for layer in model] == [False, True, False]
-    runtime.close()
+    with attach(model, optimizer):
+        assert [hasattr(layer, FACTOR) for layer in model] == [False, True, False]
     assert [p.requires_grad for p in model.parameters()] == [False] * 2 + [True] * 4
     assert optimizer.param_groups[0]["params"][0] is model[1].weight
     assert not any("forward" in layer.__dict__ or hasattr(layer, FACTOR) for layer in model)
@@ -414,11 +393,10 @@ def test_what_cannot_be_had_is_an_error_with_the_key(
 
 def test_a_copy_of_the_whole_model_is_an_error() -> None:
     model = nn.Sequential(nn.Linear(64, 8))
-    runtime = attach(model, torch.optim.Adam(model.parameters()))
-    for call in (copy.deepcopy, pickle.dumps):
-        with pytest.raises(RuntimeError, match="copy its state_dict, or copy it before"):
-            call(model)
-    runtime.close()
+    with attach(model, torch.optim.Adam(model.parameters())):
+        for call in (copy.deepcopy, pickle.dumps):
+            with pytest.raises(RuntimeError, match="copy its state_dict, or copy it before"):
+                call(model)
     copy.deepcopy(model)
 
 
@@ -435,18 +413,17 @@ def test_autocast_trains_in_float32() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(0))
-    runtime = attach(model, optimizer, ratio=0.5)
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = model(x)
-        assert y.dtype == torch.bfloat16
-        loss = (y.float()[:, 0] - x[:, 0]).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    runtime.close()
+    with attach(model, optimizer, ratio=0.5):
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16):
+                y = model(x)
+            assert y.dtype == torch.bfloat16
+            loss = (y.float()[:, 0] - x[:, 0]).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
     assert losses[-1] < 0.3 * losses[0]
 
 

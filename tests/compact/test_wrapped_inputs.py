@@ -30,12 +30,11 @@ def test_layers_of_torchs_tensor_parallelism_are_refused_by_name(
         parallelize_module(
             model, init_device_mesh("cpu", (1,)), {"0": ColwiseParallel(), "2": RowwiseParallel()}
         )
-        runtime = ssdtrain.attach(model, {"compact": section, "report": {"interval": 0}})
-        with pytest.raises(
-            RuntimeError, match=r"the input of 0, a DTensor: name this layer in compact\.exclude"
-        ):
-            model(torch.randn(4, 64))
-        runtime.close()
+        with ssdtrain.attach(model, {"compact": section, "report": {"interval": 0}}):
+            with pytest.raises(
+                RuntimeError, match=r"the input of 0, a DTensor: name this layer in compact\.exclude"
+            ):
+                model(torch.randn(4, 64))
         model(torch.randn(4, 64)).sum().backward()
     finally:
         dist.destroy_process_group()
@@ -114,11 +113,10 @@ def test_layers_that_train_weights_of_such_a_class_are_refused_by_name_at_start(
         ssdtrain.attach(quantised_model(trained=True), config)
     plain = gradients(quantised_model(trained=True))
     model = quantised_model(trained=True)
-    runtime = ssdtrain.attach(model, config | {"compact": {**section, "exclude": ["0", "2"]}})
-    compressed = gradients(model)
-    metrics = runtime.statistics()
-    assert metrics.values()["compact/input_bytes"] > 0
-    runtime.close()
+    with ssdtrain.attach(model, config | {"compact": {**section, "exclude": ["0", "2"]}}) as runtime:
+        compressed = gradients(model)
+        metrics = runtime.statistics()
+        assert metrics.values()["compact/input_bytes"] > 0
     for name, one, other in zip(["x", *dict(model.named_parameters())], plain, compressed, strict=True):
         assert torch.equal(one, other) == (name != "4.weight"), name
 

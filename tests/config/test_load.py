@@ -122,7 +122,7 @@ def test_a_reentrant_checkpoint_has_no_determinism_check() -> None:
 
 def test_a_small_buffer_does_not_contradict_a_default_that_nobody_wrote() -> None:
     config = load_config({"offload": {"directories": "/a", "buffer": "64MiB"}})
-    assert config.offload is not None and config.offload.in_flight is None
+    assert config.offload.in_flight is None
 
 
 @pytest.mark.parametrize(
@@ -179,11 +179,6 @@ def test_an_error_survives_pickling_between_ranks() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert str(copy) == str(error)
     assert copy.problems == error.problems
-
-
-def test_a_long_value_is_cut_in_the_message() -> None:
-    (problem,) = rejected({"offload": {"host": "x" * 5000}}).problems
-    assert len(str(problem)) < 500
 
 
 @pytest.mark.parametrize("key", ["host", "threads", "deadline", "amount", "directories", "x", "codec"])
@@ -244,7 +239,6 @@ def test_yaml_reads_on_and_off_and_exponents_as_people_mean_them(tmp_path: Path)
         "offload:\n  directories: /nvme0\n  direct: off\n  capacity: 1e9\n  amount: 60%\n  deadline: 500ms\n"
     )
     offload = load_config(write(tmp_path, "c.yaml", text)).offload
-    assert offload is not None
     assert (offload.direct, offload.capacity, offload.amount.value, offload.deadline) == (
         "off",
         10**9,
@@ -254,43 +248,29 @@ def test_yaml_reads_on_and_off_and_exponents_as_people_mean_them(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("name", "text"),
+    ("name", "text", "key"),
     [
-        ("c.yaml", "offload:\n  directories: /a\n  host: 1GiB\n  host: 2GiB\n"),
-        ("c.json", '{"offload": {"directories": "/a", "host": "1GiB", "host": "2GiB"}}'),
-        ("c.json", '{"a": {"b": 1, "b": 2}, "ssdtrain": {"offload": {"host": "1GiB", "host": "2GiB"}}}'),
+        ("c.yaml", "offload:\n  directories: /a\n  host: 1GiB\n  host: 2GiB\n", ".offload.host"),
+        ("c.json", '{"offload": {"directories": "/a", "host": "1GiB", "host": "2GiB"}}', ".offload.host"),
+        (
+            "c.json",
+            '{"a": {"b": 1, "b": 2}, "ssdtrain": {"offload": {"host": "1GiB", "host": "2GiB"}}}',
+            ".offload.host",
+        ),
+        ("c.yaml", "report: {}\nreport: {interval: 3}\n", ".report"),
+        ("c.json", '{"report": {}, "report": {"interval": 3}}', ".report"),
+        ("c.json", '{"ssdtrain": {"report": {}, "report": {"interval": 3}}}', ".report"),
+        ("c.json", '{"ssdtrain": {}, "ssdtrain": {"report": {}}}', ""),
     ],
 )
-def test_a_key_written_twice_is_rejected(tmp_path: Path, name: str, text: str) -> None:
+def test_a_key_a_section_or_the_block_written_twice_is_rejected(
+    tmp_path: Path, name: str, text: str, key: str
+) -> None:
     error = rejected(write(tmp_path, name, text))
     (problem,) = error.problems
-    assert (problem.path, problem.value) == ("ssdtrain.offload.host", "2GiB")
-    assert problem.allowed == "each key once"
+    assert (problem.path, problem.allowed) == (f"ssdtrain{key}", "each key once")
+    assert problem.value == "2GiB" or key != ".offload.host"
     assert str(tmp_path / name) in str(error)
-
-
-@pytest.mark.parametrize(
-    ("name", "text"),
-    [
-        ("c.yaml", "report: {}\nreport: {interval: 3}\n"),
-        ("c.json", '{"report": {}, "report": {"interval": 3}}'),
-        ("c.json", '{"ssdtrain": {"report": {}, "report": {"interval": 3}}}'),
-    ],
-)
-def test_a_section_written_twice_is_rejected(tmp_path: Path, name: str, text: str) -> None:
-    (problem,) = rejected(write(tmp_path, name, text)).problems
-    assert (problem.path, problem.allowed) == ("ssdtrain.report", "each key once")
-
-
-def test_a_block_written_twice_is_rejected(tmp_path: Path) -> None:
-    (problem,) = rejected(write(tmp_path, "c.json", '{"ssdtrain": {}, "ssdtrain": {"report": {}}}')).problems
-    assert (problem.path, problem.allowed) == ("ssdtrain", "each key once")
-
-
-def test_yaml_merges_may_be_overridden(tmp_path: Path) -> None:
-    text = "x: &base {directories: /a, host: 1GiB}\nssdtrain:\n  offload:\n    <<: *base\n    host: 2GiB\n"
-    config = load_config(write(tmp_path, "c.yaml", text))
-    assert config == load_config({"offload": {"directories": "/a", "host": "2GiB"}})
 
 
 @pytest.mark.parametrize(

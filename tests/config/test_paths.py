@@ -2,12 +2,12 @@
 
 import logging
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from ssdtrain.config import ConfigError, OffloadConfig, ReportConfig, load_config, paths
+from tests.support.processes import ran
 
 
 def offload(*directories: str) -> OffloadConfig:
@@ -181,9 +181,7 @@ def test_the_file_system_is_that_of_the_deepest_and_latest_mount(tmp_path: Path)
 def test_memory_is_recognised_as_stat_recognises_it(tmp_path: Path) -> None:
     for place in [Path("/"), Path("/dev"), Path("/dev/shm"), Path("/proc"), Path("/tmp"), tmp_path]:
         if place.exists():
-            told = subprocess.run(
-                ["stat", "-f", "-c", "%T", place], capture_output=True, text=True, check=True
-            )
+            told = ran(["stat", "-f", "-c", "%T", place])
             assert (told.stdout.strip() == "tmpfs") == (
                 paths.file_system_of(place) in paths.MEMORY_FILE_SYSTEMS
             )

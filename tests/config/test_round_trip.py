@@ -160,7 +160,6 @@ def test_sections_given_as_objects_are_taken_as_they_are() -> None:
 
 def test_sizes_reach_the_engine_as_plain_ints() -> None:
     offload = load_config({"offload": {"directories": "/a", "host": "1GiB", "capacity": "0.5TB"}}).offload
-    assert offload is not None
     assert offload.directories == ("/a",)
     for value in (offload.host, offload.capacity, offload.min_bytes):
         assert type(value) is int

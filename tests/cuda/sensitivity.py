@@ -132,15 +132,7 @@ def noticed(name: str) -> dict[str, Any]:
     done = subprocess.run(
         [
             sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-x",
-            "-m",
-            "gpu",
-            "-p",
-            "tests.cuda.sensitivity",
-            "--timeout=200",
+            *["-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "tests.cuda.sensitivity", "--timeout=200"],
             *TESTS,
         ],
         capture_output=True,

@@ -59,7 +59,7 @@ def gradients(device: str, codec: str, directory: Path, tier: str = "drive") -> 
             found += [loss.detach().cpu(), *(p.grad.cpu() for p in model.parameters() if p.grad is not None)]
             runtime.step_end()
         statistics = runtime.statistics()
-        assert statistics is not None and statistics.offload.encoded_bytes > 0
+        assert statistics.offload.encoded_bytes > 0
     return found
 
 

@@ -37,7 +37,7 @@ def made_runtime(
 
 def sleep(runtime: Runtime, stream: str) -> None:
     """Have copies of this stream of the engine, which are queued from now on, come late."""
-    assert runtime.engine is not None and isinstance(runtime.engine.device, CudaDevice)
+    assert isinstance(runtime.engine.device, CudaDevice)
     with torch.cuda.stream(getattr(runtime.engine.device, stream)):
         torch.cuda._sleep(LATER)
 
@@ -64,7 +64,7 @@ def test_what_a_cancelled_store_copies_is_not_unmapped(device: torch.device, tmp
             y.backward(torch.ones_like(x))
         runtime.step_end()
         found = runtime.statistics()
-        assert found is not None and found.offload.avoided_write_bytes == 4 * COUNT
+        assert found.offload.avoided_write_bytes == 4 * COUNT
         torch.cuda.current_stream(device).synchronize()
         torch.cuda.empty_cache()
         torch.cuda.synchronize()
@@ -91,14 +91,13 @@ def test_a_buffer_beside_the_arena_is_kept_while_it_is_copied(
             for _ in range(6):
                 y = SavesGiven.apply(y, torch.full_like(x, 3.0))
         settle(runtime)
-        assert runtime.engine is not None
         monkeypatch.setattr(runtime.engine.buffers, "acquire", lambda nbytes: None)
         sleep(runtime, "_load_stream")
         with runtime.backward():
             y.backward(torch.ones_like(x))
         torch.cuda.synchronize()
         found = runtime.statistics()
-        assert found is not None and found.offload.outside_bytes >= 4 * COUNT
+        assert found.offload.outside_bytes >= 4 * COUNT
         assert x.grad is not None and bool((x.grad == 3**6).all())
 
 

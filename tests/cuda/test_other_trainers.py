@@ -26,7 +26,7 @@ def config_of(directory: Path) -> dict[str, Any]:
 def weights_of(trained: nn.Module, runtime: Runtime | None) -> list[torch.Tensor]:
     if runtime is not None:
         metrics = runtime.statistics()
-        assert metrics is not None and metrics.offload.offloaded_bytes > 0
+        assert metrics.offload.offloaded_bytes > 0
     return [parameter.detach().cpu() for parameter in trained.parameters()]
 
 

@@ -60,7 +60,6 @@ def compacted(
         found += [value.cpu() for value in model.state_dict().values()]
         if offload is not None:
             statistics = runtime.statistics()
-            assert statistics is not None
             assert statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes > 0
     return found
 
@@ -136,7 +135,6 @@ def test_checkpoint_functions_with_offloaded_inputs(
         finally:
             if runtime is not None:
                 statistics = runtime.statistics()
-                assert statistics is not None
                 assert statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes > 0
                 runtime.close()
         return found

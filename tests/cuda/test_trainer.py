@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -63,20 +64,14 @@ def trained(name: str, directory: Path, attach: bool) -> tuple[list[float], list
     arguments._n_gpu = 1  # else DataParallel, where there are several devices
     trainer = transformers.Trainer(model=model, args=arguments, train_dataset=Tokens())
     assert next(trainer.model.parameters()).device.type == "cuda"
-    runtime = None
-    if attach:
-        section = {"directories": str(directory / "spill"), "amount": "all", "min_bytes": 1}
-        runtime = ssdtrain.attach(trainer.model, {"offload": section, "report": {"interval": 0}})
-    try:
+    section = {"directories": str(directory / "spill"), "amount": "all", "min_bytes": 1}
+    config = {"offload": section, "report": {"interval": 0}}
+    with ssdtrain.attach(trainer.model, config) if attach else nullcontext() as runtime:
         trainer.train()
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         if runtime is not None:
             statistics = runtime.statistics()
-            assert statistics is not None
             assert statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes > 0
-    finally:
-        if runtime is not None:
-            runtime.close()
     return losses, [parameter.detach().cpu() for parameter in trainer.model.parameters()]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,14 +62,14 @@ def trained(
     model = Model(kind, device=device, dtype=dtype, **size)
     module = around(model)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, eps=1e-4)  # not 0 in float16
-    runtime = None
+    attached: Any = nullcontext()
     if config is not None:
         config = {**config, "report": {"interval": 0}}
         if "offload" in config:
             config["offload"] = {**config["offload"], "directories": str(directory)}
-        runtime = ssdtrain.attach(module, config)
+        attached = ssdtrain.attach(module, config)
     run = Run()
-    try:
+    with attached:
         for step in range(steps):
             tokens = torch.randint(
                 size["vocabulary"], (2, size["positions"]), generator=torch.Generator().manual_seed(step)
@@ -89,9 +90,6 @@ def trained(
             optimizer.zero_grad()
             run.losses.append(loss.item())
         run.weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).cpu()
-    finally:
-        if runtime is not None:
-            runtime.close()
     return run
 
 
@@ -107,15 +105,6 @@ def test_whatever_comes_late_the_bits_are_those_of_a_run_without(
 ) -> None:
     steps = 8 if "plan" in CONFIGS[name] or "auto" in name else 4
     assert_same_bits(trained(None, tmp_path, device, steps), trained(CONFIGS[name], tmp_path, device, steps))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("kind", ["bert", "t5"])
-def test_other_models_and_half_precision(
-    kind: str, dtype: torch.dtype, device: torch.device, tmp_path: Path
-) -> None:
-    expected = trained(None, tmp_path, device, 3, kind, dtype)
-    assert_same_bits(expected, trained(CONFIGS["all"], tmp_path, device, 3, kind, dtype))
 
 
 @pytest.mark.parametrize("name", ["all", "host", "auto", "host and auto"])
@@ -160,9 +149,8 @@ def test_autocast_with_scaled_losses(dtype: torch.dtype, device: torch.device, t
         )
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         scaler = torch.amp.GradScaler("cuda", enabled=dtype == torch.float16)
-        runtime = ssdtrain.attach(model, config) if config else None
         losses = []
-        try:
+        with ssdtrain.attach(model, config) if config else nullcontext():
             for step in range(3):
                 tokens = torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(step)).to(device)
                 with torch.autocast("cuda", dtype):
@@ -172,9 +160,6 @@ def test_autocast_with_scaled_losses(dtype: torch.dtype, device: torch.device, t
                 scaler.update()
                 optimizer.zero_grad()
                 losses.append(loss.detach().cpu())
-        finally:
-            if runtime:
-                runtime.close()
         return [*losses, *(parameter.detach().cpu() for parameter in model.parameters())]
 
     config = {
@@ -182,16 +167,6 @@ def test_autocast_with_scaled_losses(dtype: torch.dtype, device: torch.device, t
         "report": {"interval": 0},
     }
     assert all(torch.equal(a, b) for a, b in zip(run(None), run(config), strict=True))
-
-
-@pytest.mark.usefixtures("late")
-def test_a_compiled_model(device: torch.device, tmp_path: Path) -> None:
-    def compiled(model: torch.nn.Module) -> torch.nn.Module:
-        torch._dynamo.reset()
-        return torch.compile(model, backend="aot_eager")  # type: ignore[no-any-return]
-
-    expected = trained(None, tmp_path, device, 2, around=compiled)
-    assert_same_bits(expected, trained(CONFIGS["all"], tmp_path, device, 2, around=compiled))
 
 
 @pytest.mark.parametrize("name", ["all", "host"])
@@ -218,16 +193,11 @@ def test_a_captured_block_in_an_offloaded_model(device: torch.device, tmp_path: 
         )
         model = torch.nn.Sequential(first, graphed, torch.nn.Linear(64, 8, device=device))
         section = {"directories": str(directory), "amount": "all", "min_bytes": 1}
-        runtime = (
-            ssdtrain.attach(model, {"offload": section, "report": {"interval": 0}}) if directory else None
-        )
-        try:
+        config = {"offload": section, "report": {"interval": 0}}
+        with ssdtrain.attach(model, config) if directory else nullcontext():
             for _ in range(3):
                 model.zero_grad()
                 model(x).square().sum().backward()
-        finally:
-            if runtime:
-                runtime.close()
         return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).cpu()
 
     assert torch.equal(run(None), run(tmp_path))

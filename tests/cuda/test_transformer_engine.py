@@ -87,14 +87,9 @@ def test_gradients_of_each_layer_are_those_without_offload(
     module = layer(name, dtype)
     expected = gradients(module, dtype)
     section = {"directories": str(tmp_path), "amount": "all", "min_bytes": 1}
-    runtime = ssdtrain.attach(module, {"offload": section, "report": {"interval": 0}})
-
-    try:
+    with ssdtrain.attach(module, {"offload": section, "report": {"interval": 0}}) as runtime:
         found = gradients(module, dtype, copied)
         statistics = runtime.statistics()
-    finally:
-        runtime.close()
-    assert statistics is not None
     offload = statistics.offload
     assert 0 < offload.saved_bytes == offload.offloaded_bytes + offload.avoided_write_bytes
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
@@ -135,14 +130,10 @@ def test_a_stack_of_layers_beside_what_transformer_engine_does_itself(way: str, 
     module = Stack(way)
     expected = gradients(module, torch.bfloat16)
     section = {"directories": str(tmp_path), "amount": "all", "min_bytes": 1}
-    runtime = ssdtrain.attach(module, {"offload": section, "report": {"interval": 0}})
-    try:
+    with ssdtrain.attach(module, {"offload": section, "report": {"interval": 0}}) as runtime:
         found = gradients(module, torch.bfloat16, copied)
         statistics = runtime.statistics()
-    finally:
-        runtime.close()
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
-    assert statistics is not None
     # Its hooks are the inner ones, which take all.
     assert (statistics.offload.offloaded_bytes > 0) == (way != "offload")
 

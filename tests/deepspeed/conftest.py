@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from tests.deepspeed.rows import Row, rows_for
 from tests.support import processes
 from tests.support.ended import ended
+from tests.support.ranks import StandingRanks
 
 Results = Callable[[Row], list[dict[str, Any]]]
 
@@ -124,6 +126,13 @@ def installed() -> Iterator[None]:
     ssdtrain_ds.uninstall()
 
 
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[StandingRanks]:
+    ranks = StandingRanks(2)
+    yield ranks
+    ranks.close()
+
+
 MakeEngine = Callable[..., Any]
 
 
@@ -174,12 +183,12 @@ def make_engine(process_group: None, installed: None, tmp_path: Path) -> Iterato
         engine.destroy()
 
 
-def train(engine: Any, steps: int = 3, seed: int = 1) -> list[Any]:
-    """Losses of `steps` steps."""
+def train(engine: Any, steps: int = 3, seed: int = 1, done: int = 0) -> list[Any]:
+    """Losses of `steps` steps, after `done` earlier ones."""
     from tests.deepspeed import models
 
-    losses = []
-    for ids, labels in models.batches(seed, steps * engine.gradient_accumulation_steps()):
+    losses, each = [], engine.gradient_accumulation_steps()
+    for ids, labels in islice(models.batches(seed, (done + steps) * each), done * each, None):
         loss = engine(ids, labels)
         engine.backward(loss)
         engine.step()

@@ -164,7 +164,6 @@ def count_forwards(counter: Counter | None) -> None:
     for cls, plain in _PLAIN.items():
 
         def counted(self: Any, *args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            assert counter is not None
             with counter.forward():
                 return plain(self, *args, **kwargs)
 

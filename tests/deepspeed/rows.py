@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["QUICK", "ROWS", "THOROUGH", "Row", "rows_for"]
-
 BF16 = {"bf16": {"enabled": True}}
 
 
@@ -21,7 +19,6 @@ class Row:
         checkpoint: see `training.CHECKPOINTS`.
         tied: the pipeline's first and last layer share a weight.
         activation_checkpointing: what `deepspeed.checkpointing.configure` is called with; None: not called.
-        long: takes about a minute on two cores.
         resumes: also saved and continued, with the block on one side only.
         compressed: with several ranks also trained with compressed collectives; not where the row differs from another in what
             is recomputed only.
@@ -44,7 +41,6 @@ class Row:
     steps: int = 3
     counted: bool = True
     activation_checkpointing: dict[str, Any] | None = None
-    long: bool = False
     needs: tuple[str, ...] = ()
     resumes: bool = False
     compressed: bool = True
@@ -95,14 +91,7 @@ def _pipeline_rows() -> list[Row]:
         Row("pipeline2-data2", 4, accumulate, kind="pipeline"),
         Row("pipeline2-data2-zero1-bf16-tied", 4, zero1, kind="pipeline", tied=True, resumes=True),
         Row("pipeline2-tensor2", 4, accumulate, kind="tensor_pipeline"),
-        Row(
-            "pipeline2-tensor2-data2",
-            8,
-            {**zero(1), **accumulate},
-            kind="tensor_pipeline",
-            steps=2,
-            long=True,
-        ),
+        Row("pipeline2-tensor2-data2", 8, {**zero(1), **accumulate}, kind="tensor_pipeline", steps=2),
     ]
 
 
@@ -183,9 +172,8 @@ def _other_rows() -> list[Row]:
     rows.append(Row("autotp-data2-zero1-bf16", 4, {**zero(1), **TENSOR_PARALLEL, **BF16}, needs=SPECS))
     # A compiled graph saves what it likes: there are no plain hooks to count it by.
     for stage in (0, 1, 3):
-        name = f"compiled-zero{stage}"
-        rows.append(Row(name, 1, zero(stage), compile="aot_eager", counted=False, long=stage != 1))
-    rows.append(Row("compiled-inductor", 1, zero(1), compile="inductor", counted=False, long=True))
+        rows.append(Row(f"compiled-zero{stage}", 1, zero(stage), compile="aot_eager", counted=False))
+    rows.append(Row("compiled-inductor", 1, zero(1), compile="inductor", counted=False))
     return rows
 
 
@@ -231,71 +219,37 @@ def _plan_rows() -> list[Row]:
     ]
 
 
-QUICK = (
-    "zero3-bf16-accumulate",
-    "pipeline2",
-    "autotp-zero1",
-    "zero3-plan-recompute",
-)
-"""One row of each kind of layout: these are trained by `make test`, the others by `make test-all`."""
+QUICK = ("zero3-bf16-accumulate", "pipeline2", "autotp-zero1", "zero3-plan-recompute")
+"""One row of each kind of layout: these are trained by `make test`."""
 
-THOROUGH = (
-    "zero1-bf16",
-    "zero2-fp32",
-    "checkpoint-deepspeed-cpu_checkpointing",
-    "checkpoint-deepspeed-partition_activations",
-    "checkpoint-deepspeed-non-reentrant-cpu_checkpointing",
-    "checkpoint-profiled",
-    "checkpoint-contiguous",
-    "zero2-overlap",
-    "zero3-init",
-    "pipeline2-tied",
-    "pipeline2-checkpoint-deepspeed",
-    "zero3-checkpoint-ssdtrain_ds",
-    "autotp-zero3",
-    "pipeline2-data2-zero1-bf16-tied",
-    "autotp-data2-zero1-bf16",
-    "zero0-fp32-accumulate",
-    "zero1-fp32-accumulate",
-    "zero1-bf16-accumulate",
-    "zero2-fp32-accumulate",
-    "zero3-fp32-accumulate",
-    "zero1-optimizer-on-cpu",
-    "zero2-optimizer-on-cpu",
-    "pipeline4",
-    "pipeline2-data2",
-    "pipeline2-checkpoint-torch",
-    "pipeline2-checkpoint-ssdtrain",
-    "pipeline2-checkpoint-deepspeed-non-reentrant",
-    "zero3-checkpoint-torch",
-    "zero3-checkpoint-ssdtrain",
-    "tensor2-partitioned-on-cpu",
-    "autotp-zero0",
-    "autotp-zero2",
-    "zero0-bf16-accumulate",
-    "zero3-overlap",
-    "zero2-fp16",
-    "zero3-fp16",
-    "zero2-bf16-accumulate",
-    "zero3-optimizer-on-cpu",
-    "pipeline2-zero1-bf16",
-    "pipeline2-checkpoint-ssdtrain_ds",
-    "tensor2-partitioned",
-    "pipeline2-plan",
-    "autotp-llama-zero1",
-    "zero2-plan-recompute-accumulate",
-    "zero3-plan-limit-accumulate",
-    "pipeline2-plan-limit-tied",
+SLOW = (
+    "zero0-fp32",
+    "zero0-bf16",
+    "zero1-fp32",
+    "zero2-bf16",
+    "zero3-fp32",
+    "zero3-bf16",
+    "zero1-overlap",
+    "dropout",
+    "pipeline1",
+    "dualpipev2",
+    "pipeline2-tensor2",
+    "checkpoint-deepspeed",
+    "zero3-checkpoint-deepspeed",
+    "checkpoint-deepspeed-non-reentrant",
+    "checkpoint-torch",
+    "checkpoint-ssdtrain",
+    "checkpoint-ssdtrain_ds",
+    "checkpoint-deepspeed-non-reentrant-partition_activations",
+    "zero1-plan-recompute",
+    "zero1-plan-limit",
+    "pipeline2-plan-recompute",
+    "zero3-plan",
+    "compiled-zero1",
 )
-"""Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
+"""`make test-all` trains these; what the others' layout is combined with, other rows have too: `make test-long` trains them."""
 
-ROWS: list[Row] = [
-    *_zero_rows(),
-    *_pipeline_rows(),
-    *_checkpoint_rows(),
-    *_plan_rows(),
-    *_other_rows(),
-]
+ROWS: list[Row] = [*_zero_rows(), *_pipeline_rows(), *_checkpoint_rows(), *_plan_rows(), *_other_rows()]
 
 
 def rows_for(ranks: int) -> list[Row]:

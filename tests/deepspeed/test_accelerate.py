@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ import pytest
 import ssdtrain_ds
 from ssdtrain.config import load_config
 from tests.deepspeed.conftest import environment
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, ran
 
 dataclasses = pytest.importorskip("accelerate.utils.dataclasses", reason="it is among requirements-dev.txt")
 
@@ -57,14 +56,5 @@ def test_accelerate_may_be_imported_after_install() -> None:
         "from ssdtrain.integration.patching import is_patched; "
         "print(before, is_patched(DeepSpeedPlugin, 'deepspeed_config_process'))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", look],
-        cwd=ROOT,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = ran([sys.executable, "-c", look], cwd=ROOT, env=environment(), timeout=200)
     assert done.stdout.strip().endswith("True"), done.stdout

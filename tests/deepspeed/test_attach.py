@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import weakref
 from pathlib import Path
@@ -25,7 +26,7 @@ from tests.deepspeed.upstream import LACKS
 from tests.support.tensors import all_equal
 from tests.support.tiers import tiered
 
-METHODS = (
+METHODS = [
     "forward",
     "backward",
     "step",
@@ -35,7 +36,7 @@ METHODS = (
     "eval",
     "save_checkpoint",
     "load_checkpoint",
-)
+]
 PLAIN_INIT = DeepSpeedEngine.__init__
 PLAIN = {(cls, name): getattr(cls, name) for cls in (DeepSpeedEngine, PipelineEngine) for name in METHODS}
 PLAIN_CHECKPOINTING = dict(vars(deepspeed.checkpointing))
@@ -113,7 +114,7 @@ def test_a_schedule_that_is_not_deepspeeds_is_rejected_by_its_instructions(
 def test_a_config_in_a_file_is_read_too(process_group: None, installed: None, tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
     block = {"offload": {"directories": str(tmp_path / "ssd")}}
-    file.write_text(__import__("json").dumps({"train_micro_batch_size_per_gpu": 4, "ssdtrain": block}))
+    file.write_text(json.dumps({"train_micro_batch_size_per_gpu": 4, "ssdtrain": block}))
     model = models.GPT()
     engine, *_ = deepspeed.initialize(
         model=model, optimizer=torch.optim.AdamW(model.parameters()), config=str(file)
@@ -125,7 +126,6 @@ def test_a_config_in_a_file_is_read_too(process_group: None, installed: None, tm
 def test_destroy_gives_back_methods_and_space(make_engine: MakeEngine) -> None:
     engine = make_engine()
     runtime = ssdtrain_ds.runtime_of(engine)
-    assert runtime is not None and runtime.engine is not None
     train(engine)
     engine.destroy()
     assert ssdtrain_ds.runtime_of(engine) is None
@@ -174,14 +174,6 @@ def spill_files(directory: Path) -> list[str]:
     return [str(link) for link in links if str(link).startswith(str(directory))]
 
 
-def test_an_engine_can_be_made_again_after_destroy(make_engine: MakeEngine) -> None:
-    first = make_engine()
-    losses = train(first)
-    first.destroy()
-    again = make_engine()
-    assert all_equal(losses, train(again))
-
-
 def test_two_engines_have_a_runtime_each(make_engine: MakeEngine) -> None:
     alone = train(make_engine(None))
     one, other = make_engine(), make_engine()
@@ -210,10 +202,9 @@ def test_uninstall_leaves_engines_that_exist_alone(make_engine: MakeEngine) -> N
     ssdtrain_ds.uninstall()
     assert DeepSpeedEngine.__init__ is PLAIN_INIT
     runtime = ssdtrain_ds.runtime_of(engine)
-    assert runtime is not None
     train(engine)
     found = runtime.statistics()
-    assert found is not None and found.offload.saved_bytes > 0
+    assert found.offload.saved_bytes > 0
     assert ssdtrain_ds.runtime_of(make_engine()) is None
     ssdtrain_ds.install()
     ssdtrain_ds.install()
@@ -233,7 +224,7 @@ def test_evaluation_offloads_nothing_and_changes_nothing(make_engine: MakeEngine
         runtime = ssdtrain_ds.runtime_of(engine)
         if runtime is not None:
             statistics = runtime.statistics()
-            assert statistics is not None and statistics.offload.saved_tensors == 0
+            assert statistics.offload.saved_tensors == 0
         evaluated.append(engine(ids, labels).detach())  # with gradients that nobody asks for
         engine.train()
         found.append([*evaluated, *train(engine)])
@@ -249,26 +240,15 @@ def test_a_run_resumes_exactly_with_or_without_the_block(
     whole = train(make_engine(None, **zero), 4)
     for before, after in ((None, "default"), ("default", None), ("default", "default")):
         engine = make_engine(before, **zero)
-        data = list(models.batches(1, 4))
-        losses = _run(engine, data[:2])
+        losses = train(engine, 2)
         engine.save_checkpoint(str(tmp_path / "saved"), tag="two")
         engine.destroy()
         resumed = make_engine(after, **zero)
         path, _ = resumed.load_checkpoint(str(tmp_path / "saved"), tag="two")
         assert path is not None
         assert resumed.global_steps == 2
-        losses += _run(resumed, data[2:])
+        losses += train(resumed, 2, done=2)
         assert all_equal(whole, losses)
-
-
-def _run(engine: Any, data: list[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    losses = []
-    for ids, labels in data:
-        loss = engine(ids, labels)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.detach().clone())
-    return losses
 
 
 def test_a_skipped_backward_and_an_exception_in_forward_leave_nothing(make_engine: MakeEngine) -> None:
@@ -281,12 +261,10 @@ def test_a_skipped_backward_and_an_exception_in_forward_leave_nothing(make_engin
         engine(ids, labels)
     handle.remove()
     runtime = ssdtrain_ds.runtime_of(engine)
-    assert runtime is not None
     before = runtime.statistics()
     outside = torch.ones(64, 64, requires_grad=True)
     outside.sin().sum().backward()  # no hook of ours is left on the thread
     after = runtime.statistics()
-    assert before is not None and after is not None
     assert after.offload.saved_tensors == before.offload.saved_tensors
     train(engine)
 

@@ -50,7 +50,6 @@ def test_a_model_with_compressed_inputs_begins_anew_after_an_error_in_forward(
         assert len(found) == (not destroyed)
         first.destroy()
         runtime = ssdtrain_ds.runtime_of(again)
-        assert runtime is not None
         before = runtime.compact.compression.counted.input_bytes
         train(again, 1)
         assert runtime.compact.compression.counted.input_bytes > before > 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +28,10 @@ COMM = {
 }
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[StandingRanks]:
-    ranks = StandingRanks(2)
-    yield ranks
-    ranks.close()
-
-
-def engine_of(stage: int, comm: dict[str, Any] | None, **more: Any) -> Any:
+def engine_of(
+    stage: int, comm: dict[str, Any] | None, make: Any = None, optimizer: Any = torch.optim.AdamW, **more: Any
+) -> Any:
+    """Args: make: of the model, in place of the small GPT; more: of DeepSpeed's config."""
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
 
@@ -48,7 +43,7 @@ def engine_of(stage: int, comm: dict[str, Any] | None, **more: Any) -> Any:
     if not deepspeed.comm.is_initialized():
         deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     torch.manual_seed(0)
-    model = models.GPT()
+    model = (make or models.GPT)()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": models.BATCH,
         "steps_per_print": 10**9,
@@ -57,10 +52,8 @@ def engine_of(stage: int, comm: dict[str, Any] | None, **more: Any) -> Any:
     }
     if comm is not None:
         config["ssdtrain"] = {"comm": comm}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3), config=config
-    )
-    return engine
+    optimizer = optimizer(model.parameters(), lr=1e-3)
+    return deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
 
 
 def train(engine: Any, rank: int, first: int, last: int) -> list[float]:
@@ -236,14 +229,14 @@ def detached(rank: int) -> Any:
     from deepspeed.runtime.zero import stage_1_and_2
 
     def functions() -> list[Any]:
-        names = (
+        names = [
             "all_reduce",
             "reduce_scatter_tensor",
             "all_gather_into_tensor",
             "all_to_all_single",
             "send",
             "recv",
-        )
+        ]
         return [
             *(getattr(TorchBackend, name) for name in names),
             *(

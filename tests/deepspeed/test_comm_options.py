@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,13 +16,6 @@ from tests.deepspeed.test_comm import COMM, engine_of, train
 from tests.support.ranks import StandingRanks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(300), pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[StandingRanks]:
-    ranks = StandingRanks(2)
-    yield ranks
-    ranks.close()
 
 
 FETCHED = {**COMM, "dp": "off", "dp_gather": "off", "zero_gather": "int4", "exclude": ["*norm*", "*bias*"]}
@@ -75,28 +67,20 @@ def test_weights_that_are_excluded_are_fetched_as_they_are(option: str, two_rank
 
 
 def with_sparse_embedding(rank: int, comm: dict[str, Any] | None) -> Any:
-    import deepspeed
-    from deepspeed import comm as dist
-
     import ssdtrain_ds
     from tests.deepspeed import models
 
-    engine_of(0, None).destroy()  # joins the group
-    torch.manual_seed(0)
-    model = models.GPT()
-    model.embedding.token = nn.Embedding(models.VOCABULARY, models.HIDDEN, sparse=True)
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": models.BATCH, "steps_per_print": 10**9}
-    if comm is not None:
-        config["ssdtrain"] = {"comm": comm}
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1), config=config
-    )
+    def make() -> nn.Module:
+        model = models.GPT()
+        model.embedding.token = nn.Embedding(models.VOCABULARY, models.HIDDEN, sparse=True)
+        return model
+
+    engine = engine_of(0, comm, make, torch.optim.SGD)
     losses = train(engine, rank, 0, 2)
     runtime = ssdtrain_ds.runtime_of(engine)
     compressed = runtime.comm.metrics()["dp"].compressed if runtime is not None else 0
-    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    weights = [parameter.detach().clone() for parameter in engine.module.parameters()]
     engine.destroy()
-    assert dist.is_initialized()
     return losses, compressed, weights
 
 
@@ -113,7 +97,6 @@ def test_gradients_beside_those_of_a_sparse_embedding_are_compressed(two_ranks: 
 
 def engine_with_experts(comm: dict[str, Any] | None) -> Any:
     """Of a model that sends tokens by AutoEP's function, in a layer of that name, and recomputes half of them."""
-    import deepspeed
     from deepspeed.module_inject.auto_ep_layer import _AllToAllV
 
     class AutoEPMoELayer(torch.nn.Module):
@@ -135,13 +118,7 @@ def engine_with_experts(comm: dict[str, Any] | None) -> Any:
                 lambda x: self.second(x).tanh(), mixed, use_reentrant=False
             )
 
-    engine_of(0, None).destroy()  # joins the group
-    torch.manual_seed(0)
-    model = Model()
-    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 8, "steps_per_print": 10**9}
-    if comm is not None:
-        config["ssdtrain"] = {"comm": comm}
-    return deepspeed.initialize(model=model, optimizer=torch.optim.SGD(model.parameters()), config=config)[0]
+    return engine_of(0, comm, Model, torch.optim.SGD, train_micro_batch_size_per_gpu=8)
 
 
 def sent_to_experts(rank: int, *comms: dict[str, Any] | None) -> Any:

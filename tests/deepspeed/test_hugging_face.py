@@ -28,32 +28,17 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_trainer_gets_the_same_losses_and_parameters(name: str, found: dict[str, Any]) -> None:
-    plain, offloaded = found[name]["plain"], found[name]["offloaded"]
-    assert len(plain["losses"]) == 2
-    assert offloaded["losses"] == plain["losses"]
-    assert offloaded["parameters"] == plain["parameters"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_journal_has_each_loss_at_its_own_step(name: str, found: dict[str, Any]) -> None:
-    assert found[name]["offloaded"]["journal"] == found[name]["offloaded"]["losses"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_activations_of_the_model_left_and_nothing_is_there_any_more(
+def test_the_trainer_gets_the_same_losses_and_parameters_and_logs_what_left(
     name: str, found: dict[str, Any]
 ) -> None:
-    assert "saved_bytes" not in found[name]["plain"]
-    assert found[name]["offloaded"]["saved_bytes"] > 0
-    assert found[name]["offloaded"]["live_slots"] == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_the_trainers_own_log_has_the_metrics_of_offloading(name: str, found: dict[str, Any]) -> None:
-    assert found[name]["plain"]["logged"] == [[], []]
-    for keys in found[name]["offloaded"]["logged"]:
+    plain, offloaded = found[name]["plain"], found[name]["offloaded"]
+    assert len(plain["losses"]) == 2
+    assert offloaded["losses"] == plain["losses"] and offloaded["parameters"] == plain["parameters"]
+    assert offloaded["journal"] == offloaded["losses"], "each loss at its own step"
+    assert "saved_bytes" not in plain
+    assert offloaded["saved_bytes"] > 0 and offloaded["live_slots"] == 0
+    assert plain["logged"] == [[], []] and plain["log_is_plain"] and offloaded["log_is_plain"]
+    for keys in offloaded["logged"]:
         assert {"ssdtrain/saved_bytes", "ssdtrain/unoffloaded_peak_bytes", "ssdtrain/step_seconds"} <= set(
             keys
         )
-    assert found[name]["plain"]["log_is_plain"] and found[name]["offloaded"]["log_is_plain"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from benchmarks.two_nodes.ports import free_port
 from ssdtrain_ds.launch import Command, UsageError, main, parse, set_single_process
 from tests.deepspeed import models
 from tests.deepspeed.conftest import environment
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, ran
 
 SCRIPT = ROOT / "tests" / "deepspeed" / "script.py"
 
@@ -77,40 +76,17 @@ def test_one_process_without_a_launcher_gets_its_rank() -> None:
 @pytest.mark.distributed
 def test_python_m_needs_no_launcher_and_no_mpi4py(config: Path) -> None:
     base = {key: value for key, value in environment().items() if key not in OF_A_LAUNCHER}
-    done = subprocess.run(
-        [sys.executable, "-m", "ssdtrain_ds", str(SCRIPT), str(config)],
-        cwd=ROOT,
-        env=base,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
+    done = ran(
+        [sys.executable, "-m", "ssdtrain_ds", str(SCRIPT), str(config)], cwd=ROOT, env=base, timeout=200
     )
-    assert done.returncode == 0, done.stderr[-3000:]
     assert '"saved_bytes"' in done.stdout
 
 
-OF_A_LAUNCHER = (
-    "RANK",
-    "LOCAL_RANK",
-    "WORLD_SIZE",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-)
+OF_A_LAUNCHER = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
 
 
 def results_of(command: list[str], env: dict[str, str] | None = None) -> list[dict[str, Any]]:
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**environment(), **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = ran(command, cwd=ROOT, env={**environment(), **(env or {})}, timeout=200)
     lines = done.stdout.splitlines()
     return sorted(
         (json.loads(line.split("RESULT ", 1)[1]) for line in lines if "RESULT " in line),
@@ -151,11 +127,7 @@ def test_python_m_and_the_plain_script_give_the_same_losses(config: Path) -> Non
 def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
     torchrun = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc_per_node",
-        "2",
-        "--master_port",
+        *["-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port"],
         str(free_port()),
     ]
     found = results_of([*torchrun, "-m", "ssdtrain_ds", str(SCRIPT), str(config)])
@@ -166,13 +138,8 @@ def test_torchrun_m_runs_a_script_on_every_rank(config: Path) -> None:
 @pytest.mark.long
 @pytest.mark.distributed
 def test_deepspeeds_launcher_runs_the_module_and_its_local_rank_reaches_the_script(config: Path) -> None:
-    launcher = [
-        str(Path(sys.executable).parent / "deepspeed"),
-        "--num_gpus",
-        "1",
-        "--master_port",
-        str(free_port()),
-    ]
+    deepspeed = str(Path(sys.executable).parent / "deepspeed")
+    launcher = [deepspeed, "--num_gpus", "1", "--master_port", str(free_port())]
     (found,) = results_of([*launcher, "--module", "ssdtrain_ds", str(SCRIPT), str(config)])
     assert found["local_rank"] == 0
     assert found["saved_bytes"] > 0

@@ -12,33 +12,25 @@ from typing import Any
 import pytest
 
 from tests.deepspeed.conftest import Results
-from tests.deepspeed.rows import QUICK, ROWS, THOROUGH, Row
+from tests.deepspeed.rows import QUICK, ROWS, SLOW, Row
 from tests.deepspeed.upstream import needs
+from tests.support.tiers import tier
 
 # The first test of a group size waits for all its rows.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
-def tier(row: Row) -> list[pytest.MarkDecorator]:
-    if row.long or row.name in THOROUGH:
-        return [pytest.mark.long]
-    return [] if row.name in QUICK else [pytest.mark.slow]
-
-
 def parameters(rows: list[Row]) -> list[Any]:
     return [
         pytest.param(
-            row,
-            id=f"{row.ranks}-{row.name}",
-            marks=[*needs(*row.needs), *tier(row)],
+            row, id=f"{row.ranks}-{row.name}", marks=[*needs(*row.needs), *tier(row.name, QUICK, SLOW)]
         )
         for row in rows
     ]
 
 
 def test_the_rows_of_the_quick_tests_are_rows() -> None:
-    assert set(QUICK) <= {row.name for row in ROWS if not row.long} - set(THOROUGH)
-    assert set(THOROUGH) <= {row.name for row in ROWS}
+    assert {*QUICK, *SLOW} <= {row.name for row in ROWS}
 
 
 @pytest.mark.parametrize("row", parameters(ROWS))

@@ -25,7 +25,6 @@ PLAN: dict[str, Any] = {"plan": "auto", "report": {"interval": 0}}
 def test_blocks_are_planned_for_without_tiers_and_put_back(make_engine: MakeEngine) -> None:
     engine = make_engine(PLAN)
     runtime = ssdtrain_ds.runtime_of(engine)
-    assert runtime is not None
     (plan,) = (feature for feature in runtime.features if isinstance(feature, PlanController))
     assert plan.description() == "plan: auto, 3 blocks"
     assert (
@@ -136,9 +135,9 @@ def test_a_pipeline_stage_of_functions_has_nothing_to_plan_for(
     for stages in (1, 2):
         monkeypatch.setattr(_compat, "stages_of", lambda _, stages=stages: stages)
         found = plan_blocks(engine, load_config({"plan": "auto"}), {})
-        assert found is not None and not found.blocks and found.empty_stage == (stages == 2)
+        assert not found.blocks and found.empty_stage == (stages == 2)
     named = plan_blocks(engine, load_config({"plan": {"blocks": ["elsewhere.*"]}}), {})
-    assert named is not None and named.empty_stage
+    assert named.empty_stage
 
 
 def test_a_pipeline_that_recomputes_by_its_config_is_not_recomputed_again(
@@ -148,4 +147,4 @@ def test_a_pipeline_that_recomputes_by_its_config_is_not_recomputed_again(
     monkeypatch.setattr(_compat, "is_pipeline", lambda _: True)
     written = {"pipeline": {"activation_checkpoint_interval": 1}}
     found = plan_blocks(engine, load_config({"plan": {"blocks": ["blocks.*"]}}), written)
-    assert found is not None and not found.blocks and "activation_checkpoint_interval" in found.why
+    assert not found.blocks and "activation_checkpoint_interval" in found.why

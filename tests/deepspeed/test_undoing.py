@@ -114,10 +114,7 @@ def test_destroy_puts_everything_back_and_runs_deepspeeds_own_even_if_closing_fa
 
 
 def test_a_full_disk_under_the_report_stops_no_training(
-    make_engine: MakeEngine,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    tmp_path: Path,
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     plain = train(make_engine(None))
     monkeypatch.setattr(journal, "open_to_append", full_file)

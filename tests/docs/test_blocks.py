@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from ssdtrain.integration.traffic import Traffic
 from ssdtrain.tools.cli import main
 from tests.docs.blocks import NOT_RUN, RUN_BY, Block, block, blocks
 from tests.docs.messages import ROOT
+from tests.support.processes import ran
 from tests.support.ranks import on_ranks
 
 
@@ -73,9 +73,9 @@ def commands(page: str, beginning: str) -> list[list[str]]:
 class Stack(nn.Module):
     """With blocks that a plan finds."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 128, count: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(128, 128), nn.GELU()) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(count))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -221,64 +221,36 @@ def test_automatic_plans(tmp_path: Path) -> None:
         names["runtime"].close()
 
 
-class Blocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(256, 256) for _ in range(6)])
+def state(directory: Path, beginning: str, model: nn.Module, **names: Any) -> Any:
+    import ssdtrain
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x).relu()
-        return x
+    change = {'"/nvme"': repr(str(directory)), '"8GiB"': '"4MiB"'}
+    return run("docs/state.md", beginning, change=change, ssdtrain=ssdtrain, model=model, **names)
 
 
 def test_model_state(tmp_path: Path) -> None:
-    import ssdtrain
-
-    model = Blocks()
-    before = model.layers[3].weight.clone()
-    batches = [torch.randn(4, 256) for _ in range(2)]
-    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
-    run(
-        "docs/state.md",
-        "optimizer",
-        change=change,
-        ssdtrain=ssdtrain,
-        torch=torch,
-        model=model,
-        batches=batches,
-    )
-    assert not torch.equal(model.layers[3].weight, before)
+    model = Stack(256, 6)
+    before = model.layers[2][0].weight.clone()
+    state(tmp_path, "optimizer", model, torch=torch, batches=[torch.randn(4, 256) for _ in range(2)])
+    assert not torch.equal(model.layers[2][0].weight, before)
 
 
 def test_model_state_on_the_cpu(tmp_path: Path) -> None:
-    import ssdtrain
-
-    model = Blocks()
-    before = model.layers[3].weight.clone()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model = Stack(256, 6)
+    before = model.layers[2][0].weight.clone()
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-3)}
+    runtime = state(tmp_path, 'config = {"directories"', **names)["runtime"]
     microbatches = [torch.randn(4, 256) for _ in range(8)]
-    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
-    names = {"model": model, "optimizer": optimizer}
-    found = run("docs/state.md", 'config = {"directories"', change=change, ssdtrain=ssdtrain, **names)
-    runtime = found["runtime"]
-    assert (
-        len(run("docs/state.md", "losses", runtime=runtime, microbatches=microbatches, **names)["losses"])
-        == 8
-    )
+    found: Any = run("docs/state.md", "losses", runtime=runtime, microbatches=microbatches, **names)
+    assert len(found["losses"]) == 8
     runtime.close()
-    assert not torch.equal(model.layers[3].weight, before)
+    assert not torch.equal(model.layers[2][0].weight, before)
 
 
 def test_model_state_with_a_plan(tmp_path: Path) -> None:
-    import ssdtrain
-
-    model = Blocks()
+    model = Stack(256, 6)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    change = {'"/nvme"': repr(str(tmp_path)), '"8GiB"': '"4MiB"'}
-    found = run(
-        "docs/state.md", "planned", change=change, ssdtrain=ssdtrain, model=model, optimizer=optimizer
-    )
+    found = state(tmp_path, "planned", model, optimizer=optimizer)
     for _ in range(8):
         model(torch.randn(4, 256)).mean().backward()
         optimizer.step()
@@ -411,16 +383,7 @@ accelerator.end_training()
 def pasted(command: list[str], directory: Path) -> str:
     """What a command prints in a directory that has what was pasted, and nothing else."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "ACCELERATE_USE_CPU": "true"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=directory,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran([sys.executable, *command], cwd=directory, env=environment, timeout=240)
     return done.stdout + done.stderr
 
 
@@ -455,10 +418,7 @@ print("saved bytes", callback.runtime.statistics().offload.saved_bytes)
 
 @pytest.mark.slow
 def test_the_lines_for_lightning(tmp_path: Path) -> None:
-    told = pasted(
-        ["-c", LIGHTNING.format(block=block("docs/huggingface.md", "callback =").text)],
-        tmp_path,
-    )
+    told = pasted(["-c", LIGHTNING.format(block=block("docs/huggingface.md", "callback =").text)], tmp_path)
     assert re.search(r"saved bytes [1-9]", told)
 
 
@@ -489,6 +449,5 @@ def test_the_page_for_deepspeed(tmp_path: Path) -> None:
 def test_the_doctor_in_ranks() -> None:
     (words,) = commands("docs/clusters.md", "torchrun")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = ran(command, timeout=240)
     assert "rank 0 to 1" in " ".join(done.stdout.split())

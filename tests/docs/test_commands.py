@@ -67,7 +67,7 @@ def check_module(module: str, words: list[str]) -> None:
     if module.partition(".")[0] not in OURS:
         return
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, module
+    assert spec.origin is not None, module
     if module == "ssdtrain":
         check_ssdtrain(words)
     elif module.startswith(("benchmarks.", "examples.")):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -15,16 +13,14 @@ import yaml
 from ssdtrain.config import load_config
 from ssdtrain.tools.cli import main
 from ssdtrain.tools.report.document import document
+from tests.docs.blocks import PAGES, TOP, blocks
 from tests.docs.messages import ROOT
 from tests.support.journals import write
-
-TOP = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-PAGES = sorted((ROOT / "docs").rglob("*.md"))
+from tests.support.processes import ran
 
 
 def code(page: Path, language: str) -> list[str]:
-    found = re.findall(r"^ *```(\w*)\n(.*?)^ *```$", page.read_text(), re.M | re.S)
-    return [textwrap.dedent(text) for name, text in found if name == language]
+    return [one.text for one in blocks() if ROOT / one.page == page and one.language == language]
 
 
 def anchors(page: Path) -> set[str]:
@@ -104,12 +100,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     mkdocs = str(program) if program.exists() else shutil.which("mkdocs")
     if mkdocs is None:
         pytest.skip("mkdocs is not installed: `make site` installs it and builds the pages")
-    done = subprocess.run(
-        [mkdocs, "build", "--strict", "--site-dir", str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    ran([mkdocs, "build", "--strict", "--site-dir", str(tmp_path)], cwd=ROOT)
     assert "What always holds" in (tmp_path / "architecture.html").read_text()

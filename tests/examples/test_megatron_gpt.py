@@ -6,7 +6,6 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.two_nodes.ports import free_port
-from tests.support.processes import ROOT, forked
+from tests.support.processes import ROOT, forked, ran
 
 pytestmark = [
     pytest.mark.slow,
@@ -126,13 +125,5 @@ def test_the_launcher_of_the_demo_starts_four_processes(tmp_path: Path) -> None:
     """What `make demo-megatron` starts, with torch's launcher."""
     flags = [*TINY, "--train-iters", "4", "--out", str(tmp_path), "--data-cache-path", str(tmp_path / "data")]
     small = [*SMALL_OFFLOAD, "--ssdtrain-offload-in-flight", "1MiB", "--ssdtrain-offload-prefetch", "64KiB"]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.megatron.demo", *flags, *small],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    done = ran([sys.executable, "-m", "tests.megatron.demo", *flags, *small], cwd=ROOT, timeout=280)
     check_demo(tmp_path, done.stdout)

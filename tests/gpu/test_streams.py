@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -78,16 +79,13 @@ def test_freed_blocks_are_reused_at_once(device: torch.device, late: bool, tmp_p
 def test_a_tensor_made_on_another_stream(gpu: torch.device, tmp_path: Path) -> None:
     side = torch.cuda.Stream(gpu)
     x = torch.ones(1 << 20, device=gpu, requires_grad=True)
-    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)
-    try:
+    with closing(ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)) as offload:
         side.wait_stream(torch.cuda.current_stream(gpu))
         with torch.cuda.stream(side), offload:
             y = LateSquare.apply(x, True)
         torch.cuda.current_stream(gpu).wait_stream(side)
         y.sum().backward()
         assert x.grad is not None and bool((x.grad == 18).all())
-    finally:
-        offload.close()
 
 
 def test_a_batch_that_a_loader_made_on_its_own_stream(gpu: torch.device, tmp_path: Path) -> None:
@@ -95,8 +93,7 @@ def test_a_batch_that_a_loader_made_on_its_own_stream(gpu: torch.device, tmp_pat
     loader = torch.cuda.Stream(gpu)
     weight = torch.ones(1 << 20, device=gpu, requires_grad=True)
     expected = torch.zeros(1 << 20, device=gpu)
-    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)
-    try:
+    with closing(ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)) as offload:
         total = torch.zeros((), device=gpu)
         for number in range(6):
             with torch.cuda.stream(loader):
@@ -112,8 +109,6 @@ def test_a_batch_that_a_loader_made_on_its_own_stream(gpu: torch.device, tmp_pat
                     torch.empty(1 << 20, device=gpu).fill_(float("nan"))
         total.backward()
         assert weight.grad is not None and torch.equal(weight.grad, expected)
-    finally:
-        offload.close()
 
 
 class TakesMemoryBack(torch.autograd.Function):
@@ -211,12 +206,14 @@ def overwrite(gpu: torch.device, count: int = COUNT) -> None:
     del taken
 
 
-def test_what_another_stream_makes_is_stored_when_it_is_made(gpu: torch.device, tmp_path: Path) -> None:
+@pytest.mark.parametrize("host", [0, "64MiB"], ids=["drive", "host"])
+def test_what_another_stream_makes_is_stored_when_it_is_made(
+    host: int | str, gpu: torch.device, tmp_path: Path
+) -> None:
     """The next operator, on another stream that does not wait for the first, begins the store."""
     side = torch.cuda.Stream(gpu)
     xs = [ones(gpu) for _ in range(8)]
-    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024)
-    try:
+    with closing(ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, host=host)) as offload:
         for _ in range(2):
             for x in xs:
                 x.grad = None
@@ -231,8 +228,6 @@ def test_what_another_stream_makes_is_stored_when_it_is_made(gpu: torch.device, 
                     total = total + other
             total.sum().backward()
             assert all(x.grad is not None and bool((x.grad == 18).all()) for x in xs)
-    finally:
-        offload.close()
 
 
 @pytest.mark.parametrize("codec", ["off", "bf16"])
@@ -250,8 +245,7 @@ def test_memory_of_another_stream_is_kept_while_it_is_copied_or_encoded(
     main = torch.cuda.current_stream(gpu)
     x, z = ones(gpu), ones(gpu)
     width = 8 if codec == "off" else 1
-    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec=codec)
-    try:
+    with closing(ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec=codec)) as offload:
         with offload:
             side.wait_stream(main)
             with torch.cuda.stream(side):
@@ -265,8 +259,6 @@ def test_memory_of_another_stream_is_kept_while_it_is_copied_or_encoded(
         total.sum().backward()
         assert x.grad is not None and bool((x.grad == 2).all())
         assert z.grad is not None and bool((z.grad == 2).all())
-    finally:
-        offload.close()
 
 
 def _as_bf16(payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -292,21 +284,20 @@ def test_what_was_decoded_is_kept_while_another_stream_reads_it(gpu: torch.devic
     with torch.cuda.stream(side):
         x = ones(gpu)  # its gradient is summed up there: the main stream does not wait for it before the end
     fills = [ones(gpu) for _ in range(4)]
-    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec="bf16")
+    with closing(ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec="bf16")) as offload:
 
-    class Overwrites(torch.autograd.Function):
-        """Its backward takes what memory is free."""
+        class Overwrites(torch.autograd.Function):
+            """Its backward takes what memory is free."""
 
-        @staticmethod
-        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 2
+            @staticmethod
+            def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 2
 
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            overwrite(gpu)
-            return gradient * 2
+            @staticmethod
+            def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+                overwrite(gpu)
+                return gradient * 2
 
-    try:
         for _ in range(2):
             x.grad = y.grad = z.grad = None
             torch.cuda.synchronize()
@@ -324,8 +315,6 @@ def test_what_was_decoded_is_kept_while_another_stream_reads_it(gpu: torch.devic
             (total.sum() + _joined(late, side, main).sum()).backward()
             for leaf, expected in ((x, 5), (y, 5), (z, 2)):
                 assert leaf.grad is not None and bool((leaf.grad == expected).all())
-    finally:
-        offload.close()
 
 
 def test_a_payload_is_kept_while_another_stream_decodes_it(gpu: torch.device, tmp_path: Path) -> None:
@@ -333,35 +322,34 @@ def test_a_payload_is_kept_while_another_stream_decodes_it(gpu: torch.device, tm
     side = torch.cuda.Stream(gpu)
     main = torch.cuda.current_stream(gpu)
     first, x, z = ones(gpu), ones(gpu), ones(gpu)
-    offload = ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec="bf16")
+    with closing(ssdtrain.offload(tmp_path, device=gpu, min_bytes=1024, codec="bf16")) as offload:
 
-    class SleepsInBackward(torch.autograd.Function):
-        @staticmethod
-        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-            return x * 1
+        class SleepsInBackward(torch.autograd.Function):
+            @staticmethod
+            def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+                return x * 1
 
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            torch.cuda._sleep(4 * LATER)
-            return gradient * 1
+            @staticmethod
+            def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+                torch.cuda._sleep(4 * LATER)
+                return gradient * 1
 
-    class OverwritesInBackward(torch.autograd.Function):
-        """Its backward takes the memory that copies off the device leave free."""
+        class OverwritesInBackward(torch.autograd.Function):
+            """Its backward takes the memory that copies off the device leave free."""
 
-        @staticmethod
-        def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
-            context.save_for_backward(torch.full_like(x, 2.0))
-            return x * 2
+            @staticmethod
+            def forward(context: Any, x: torch.Tensor) -> torch.Tensor:
+                context.save_for_backward(torch.full_like(x, 2.0))
+                return x * 2
 
-        @staticmethod
-        def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
-            main.synchronize()
-            time.sleep(0.2)
-            (kept,) = context.saved_tensors
-            overwrite(gpu, COUNT // 2 + 64)
-            return gradient * kept
+            @staticmethod
+            def backward(context: Any, gradient: torch.Tensor) -> torch.Tensor:
+                main.synchronize()
+                time.sleep(0.2)
+                (kept,) = context.saved_tensors
+                overwrite(gpu, COUNT // 2 + 64)
+                return gradient * kept
 
-    try:
         with offload:
             total = OverwritesInBackward.apply(first)  # in backward the last
             side.wait_stream(main)
@@ -372,5 +360,3 @@ def test_a_payload_is_kept_while_another_stream_decodes_it(gpu: torch.device, tm
         (total.sum() + _joined(late, side, main).sum()).backward()
         for leaf in (first, x, z):
             assert leaf.grad is not None and bool((leaf.grad == 2).all())
-    finally:
-        offload.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +62,13 @@ def of_hardware(device: torch.device) -> bool:
 def offloading(model: Model, way: str, directory: Path) -> Iterator[tuple[Callable[[], Any], Any]]:
     tier: dict[str, Any] = {"host": "1GiB"} if way == "host" else {"directories": str(directory)}
     if way == "with":
-        offload = ssdtrain.offload(model=model, min_bytes=256, **tier)
-        try:
+        with closing(ssdtrain.offload(model=model, min_bytes=256, **tier)) as offload:
             yield lambda: offload, offload.runtime
-        finally:
-            offload.close()
         return
-    runtime = ssdtrain.attach(model, {"offload": {"min_bytes": 256, **tier}, "report": {"interval": 0}})
-    try:
+    with ssdtrain.attach(
+        model, {"offload": {"min_bytes": 256, **tier}, "report": {"interval": 0}}
+    ) as runtime:
         yield nullcontext, runtime
-    finally:
-        runtime.close()
 
 
 @pytest.mark.usefixtures("deterministic")
@@ -128,8 +124,7 @@ def test_copies_run_beside_computation(gpu: torch.device) -> None:
         dtype=torch.bfloat16,
     )
     tokens = torch.zeros(8, 1024, dtype=torch.int64, device=gpu)
-    runtime = ssdtrain.attach(model, {"offload": {"host": "16GiB"}, "report": {"interval": 0}})
-    try:
+    with ssdtrain.attach(model, {"offload": {"host": "16GiB"}, "report": {"interval": 0}}) as runtime:
         for _ in range(6):  # the plan is made from a step that the device has passed
             model(tokens, tokens).backward()
             torch.cuda.synchronize()
@@ -137,8 +132,6 @@ def test_copies_run_beside_computation(gpu: torch.device) -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             model(tokens, tokens).backward()
             torch.cuda.synchronize()
-    finally:
-        runtime.close()
     kernels, copies = [], []
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:

@@ -117,7 +117,6 @@ def trained(
         optimizer.step()
     if runtime is not None:
         statistics = runtime.statistics()
-        assert statistics is not None
         written = statistics.offload.offloaded_bytes + statistics.offload.avoided_write_bytes
         runtime.close()
     return [parameter.detach().cpu() for parameter in net.parameters()], written

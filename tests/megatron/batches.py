@@ -5,23 +5,12 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from tests.megatron.rows import Row
 from tests.support.processes import forked
 
 Results = dict[str, list[Any]]
-
-
-def tier(row: Row, quick: Sequence[str], thorough: Sequence[str]) -> list[pytest.MarkDecorator]:
-    """The marker of the tier that trains `row`."""
-    if row.name in thorough:
-        return [pytest.mark.long]
-    return [] if row.name in quick else [pytest.mark.slow]
 
 
 class Matrix:

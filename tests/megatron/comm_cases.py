@@ -61,7 +61,6 @@ def trained(steps: int, row: Row = REPLICAS, config: Any = None) -> Iterator[tup
 
 def residual_bytes(attachment: Attachment) -> int:
     comm = attachment.runtime.comm
-    assert comm is not None and comm.feedback is not None
     return comm.feedback.nbytes
 
 
@@ -74,7 +73,6 @@ def skipped(directory: str) -> dict[str, Any]:
         after = residual_bytes(attachment)
         del trainer.optimizer.prepare_grads
         trainer.step(2)
-        assert attachment.runtime.comm is not None
         return {
             "residual_bytes": [before, after, residual_bytes(attachment)],
             "steps": attachment.runtime.comm.steps,
@@ -100,7 +98,6 @@ def checkpoint(directory: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     saved, partial = Path(directory, "whole"), Path(directory, "partial")
     with trained(2) as (_, attachment):
-        assert attachment.runtime.comm is not None
         state = attachment.runtime.comm.state_dict()
         attachment.save(saved)
         attachment.save(partial)
@@ -109,7 +106,6 @@ def checkpoint(directory: str) -> dict[str, Any]:
         dist.barrier()
     with trained(0) as (_, attachment), warnings() as said:
         comm = attachment.runtime.comm
-        assert comm is not None
         attachment.load(partial)
         found["with a rank missing"] = [comm.steps, residual_bytes(attachment), list(said)]
         attachment.load(saved)
@@ -126,7 +122,6 @@ def checkpoint(directory: str) -> dict[str, Any]:
     said.clear()
     with trained(0, Row("tp2", 2, tp=2)) as (_, attachment), warnings() as said:
         attachment.load(saved)
-        assert attachment.runtime.comm is not None
         found["on another layout"] = [attachment.runtime.comm.steps, residual_bytes(attachment), list(said)]
     return found
 
@@ -145,7 +140,6 @@ def second_model(directory: str) -> dict[str, Any]:
                     result = turn.step(number)
                     steps += [result] if turn is other else []
                     found_calls = attachment.statistics()
-                    assert found_calls is not None
                     calls.append(sum(figures.calls for figures in found_calls.comm.values()))
             found[row.name] = {
                 "equal": steps == expected,
@@ -184,7 +178,7 @@ def loss_scale(directory: str) -> list[Any]:
             part.grad_scaler, part.found_inf = scaler, torch.zeros(1)
         with ssdtrain_megatron.attach(trainer.chunks, BALANCED, optimizer=trainer.optimizer) as attachment:
             comm = attachment.runtime.comm
-            assert comm is not None and comm.feedback is not None
+            assert comm.feedback is not None
             for number in range(5):
                 scaler.scale.fill_(2.0 ** (number // 2))
                 norm = trainer.step(number)[1]
@@ -247,7 +241,6 @@ def compressed_inputs(directory: str) -> list[int]:
     found = []
     for more in ({}, {"compact": {"ratio": 0.25}}):
         with trained(1, Row("tp2", 2, tp=2), {**BALANCED, **more}) as (_, attachment):
-            assert attachment.runtime.comm is not None
             found.append(attachment.runtime.comm.metrics()["tp"].compressed)
     return found
 

@@ -91,7 +91,6 @@ def run(row: CommRow, way: str, directory: str) -> dict[str, Any]:
             replaced = functions()
             found["steps"] = steps(trainer, row)
             statistics, comm = attachment.statistics(), attachment.runtime.comm
-            assert statistics is not None and comm is not None
             found["figures"] = {
                 name: {**vars(figures), "fallbacks": dict(figures.fallbacks)}
                 for name, figures in statistics.comm.items()

@@ -32,25 +32,16 @@ QUICK = ("tp2 sp", "dp2, distributed optimizer, overlap both, bf16") if DEVICE =
 ways of a slow row that `make test-long` tries."""
 
 
-THOROUGH = (
-    "dp2, distributed optimizer, overlap both, bf16, more ways",
-    "dp2 pp2, distributed optimizer, bf16",
-    "dp2, distributed optimizer, overlap, fp32 accumulation, bf16",
-    "tp2 sp, more ways",
-    "pp2 vp2, deallocate, more ways",
-    "tp2",
-    "tp2, dropout, recompute full",
-    "pp2, lengths exchanged",
-    "dp2, average",
-    "dp2, distributed optimizer, bf16",
-    "moe ep2, more ways",
-    "dp2, more ways",
-    "tp2 pp2",
-    "dp2, overlap",
-    "pp2, deallocate",
-    "moe ep2",
+SLOW = (
+    "tp2 sp",
+    "pp2 vp2, deallocate",
+    "dp2",
+    "dp2, distributed optimizer",
+    "dp2, distributed optimizer, overlap both, bf16",
+    "tp2 sp pp2 ep2, bf16",
+    "tp2 sp dp2, distributed optimizer, bf16",
 )
-"""Rows whose layout, or what it is combined with, other rows have too: `make test-long` trains them."""
+"""`make test-all` trains these; what the others' layout is combined with, other rows have too: `make test-long` trains them."""
 
 CASES = (
     "skipped",
@@ -127,12 +118,7 @@ ROWS = [
         ("dp",),
         steps=5,
     ),
-    CommRow(
-        Row("dp2, average", 2, ddp={"average_in_collective": True}),
-        ("safe",),
-        ("dp",),
-        steps=5,
-    ),
+    CommRow(Row("dp2, average", 2, ddp={"average_in_collective": True}), ("safe",), ("dp",), steps=5),
     CommRow(
         Row("dp2, distributed optimizer", 2, ddp={"use_distributed_optimizer": True}),
         ("raw", "exact", "safe"),
@@ -173,9 +159,7 @@ ROWS = [
         ("ep", "dp"),
     ),
     CommRow(
-        Row("moe ep2, more ways", 2, ep=2, model="moe", options=MOE),
-        ("raw", "paper-zhybrid"),
-        ("ep", "dp"),
+        Row("moe ep2, more ways", 2, ep=2, model="moe", options=MOE), ("raw", "paper-zhybrid"), ("ep", "dp")
     ),
     # Sets a global of Megatron's for good, and comes last.
     CommRow(

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.batches import Matrix, tier
-from tests.megatron.comm_rows import CASES, EXACT, QUICK, ROWS, THOROUGH, CommRow
+from tests.megatron.batches import Matrix
+from tests.megatron.comm_rows import CASES, EXACT, QUICK, ROWS, SLOW, CommRow
 from tests.megatron.rows import MOE
+from tests.support.tiers import tier
 
 pytestmark = [
     pytest.mark.distributed,
@@ -36,24 +37,17 @@ def results(name: str) -> list[Any]:
     return found
 
 
+def parameter(row: CommRow, *ways: str) -> Any:
+    name = "-".join((f"{row.row.world}: {row.row.name}", *ways))
+    return pytest.param(row, *ways, id=name, marks=tier(row.row.name, QUICK, SLOW))
+
+
 def parameters(rows: list[CommRow]) -> list[Any]:
-    return [
-        pytest.param(row, id=f"{row.row.world}: {row.row.name}", marks=tier(row.row, QUICK, THOROUGH))
-        for row in rows
-    ]
+    return [parameter(row) for row in rows]
 
 
 all_rows = pytest.mark.parametrize("row", parameters(ROWS))
-every_way = pytest.mark.parametrize(
-    ("row", "way"),
-    [
-        pytest.param(
-            row, way, id=f"{row.row.world}: {row.row.name}-{way}", marks=tier(row.row, QUICK, THOROUGH)
-        )
-        for row in ROWS
-        for way in row.ways
-    ],
-)
+every_way = pytest.mark.parametrize(("row", "way"), [parameter(row, way) for row in ROWS for way in row.ways])
 
 
 def of_case(name: str) -> pytest.MarkDecorator:

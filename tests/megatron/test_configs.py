@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from ssdtrain.config import load_config
+from tests.support.processes import ran
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "megatron"
 
@@ -24,12 +24,9 @@ def run(tmp_path: Path) -> object:
         program.chmod(0o755)
 
     def start(*command: str, **environment: str) -> list[str]:
-        done = subprocess.run(
+        done = ran(
             ["bash", *command],
             env={"PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(tmp_path), **environment},
-            capture_output=True,
-            text=True,
-            check=True,
             cwd=tmp_path,
         )
         return done.stdout.splitlines()
@@ -72,9 +69,8 @@ def test_slurm_starts_a_task_per_gpu_and_says_where_the_first_node_is(run: objec
 
 
 def test_what_is_missing_is_named(run: object) -> None:
-    with pytest.raises(subprocess.CalledProcessError) as error:
+    with pytest.raises(AssertionError, match="MEGATRON_LM_DIR: a checkout of Megatron-LM"):
         run(str(CONFIGS / "pretrain_gpt_torchrun.sh"), DATA="/data/text")  # type: ignore[operator]
-    assert "MEGATRON_LM_DIR: a checkout of Megatron-LM" in error.value.stderr
 
 
 def test_a_rank_is_bound_to_the_node_it_is_told(run: object) -> None:

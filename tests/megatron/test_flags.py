@@ -226,7 +226,7 @@ def test_a_plan_that_compresses_is_rejected_as_what_megatron_cannot_have(more: s
 def test_a_plan_may_allow_any_slowdown(slowdown: str) -> None:
     given = ["--ssdtrain-plan", "auto", "--ssdtrain-plan-max-slowdown", slowdown]
     config = config_from_args(parser().parse_args(given))
-    assert config is not None and config.plan is not None and config.plan.slowdown == float(slowdown)
+    assert config.plan.slowdown == float(slowdown)
 
 
 def test_the_namespace_holds_only_what_a_framework_can_print_and_save() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.megatron.batches import Matrix, tier
-from tests.megatron.rows import ON_DEVICES, QUICK, ROWS, THOROUGH, Row
+from tests.megatron.batches import Matrix
+from tests.megatron.rows import ON_DEVICES, QUICK, ROWS, SLOW, Row
+from tests.support.tiers import tier
 
 pytestmark = [
     pytest.mark.distributed,
@@ -25,7 +26,7 @@ MATRIX = Matrix("tests.megatron.matrix", {row.name: row.world for row in ROWS}, 
 
 def parameters(rows: list[Row]) -> list[Any]:
     return [
-        pytest.param(row, id=f"{row.world}: {row.name}", marks=tier(row, QUICK, THOROUGH)) for row in rows
+        pytest.param(row, id=f"{row.world}: {row.name}", marks=tier(row.name, QUICK, SLOW)) for row in rows
     ]
 
 
@@ -35,7 +36,6 @@ all_rows = pytest.mark.parametrize("row", parameters(ROWS))
 def runs(row: Row) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     """(without, with) offload, of every rank."""
     found = MATRIX.results(row.name)
-    assert found is not None
     for result in found:
         yield result["plain"], result["offloaded"]
 
@@ -55,8 +55,8 @@ def test_losses_norms_and_weights_are_equal_to_the_bit(row: Row) -> None:
 
 
 def test_the_rows_of_the_quick_tests_are_rows() -> None:
-    assert set(QUICK) | set(THOROUGH) <= {row.name for row in [*ROWS, *ON_DEVICES]}
-    assert not set(QUICK) & set(THOROUGH)
+    assert set(QUICK) | set(SLOW) <= {row.name for row in [*ROWS, *ON_DEVICES]}
+    assert not set(QUICK) & set(SLOW)
 
 
 @all_rows

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.two_nodes.ports import free_port
 from ssdtrain.tools.cli.main import main
-from tests.support.processes import ROOT, start
+from tests.support.processes import ROOT, ran, start
 
 CHECKOUT = os.environ.get("MEGATRON_LM_DIR", "")
 
@@ -91,9 +91,7 @@ def patched(tmp_path: Path) -> Path:
 
 
 def apply(*arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "patches/apply.py", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
-    )
+    done = ran([sys.executable, "patches/apply.py", *arguments], cwd=ROOT)
     return done.stdout
 
 
@@ -201,16 +199,8 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_nothing_left(tmp_path: Path
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "1",
     }
-    flags = [
-        *FLAGS,
-        "--train-iters",
-        "100000",
-        "--exit-signal-handler",
-        "--save-interval",
-        "100000",
-        "--save",
-        str(tmp_path / "saved"),
-    ]
+    endless = "--train-iters 100000 --exit-signal-handler --save-interval 100000 --save"
+    flags = [*FLAGS, *endless.split(), str(tmp_path / "saved")]
     with log.open("w") as output:
         process = subprocess.Popen(
             [sys.executable, "-u", *ARRANGED, *LAUNCHER, script(), *flags, *offload],

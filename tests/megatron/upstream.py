@@ -69,12 +69,7 @@ def without(**options: Any) -> Found:
         with meter.step() as record:
             losses.append(clock.step(trainer, number))
         peak = record.peak_bytes
-    return {
-        "steps": losses,
-        "peak_bytes": peak,
-        "moved_bytes_per_step": 0,
-        "cpu_seconds": clock.median(),
-    }
+    return {"steps": losses, "peak_bytes": peak, "moved_bytes_per_step": 0, "cpu_seconds": clock.median()}
 
 
 def meter_of(trainer: Trainer) -> SavedTensorMeter:
@@ -136,12 +131,7 @@ def upstream() -> Found:
         with meter.step() as record:
             losses.append(clock.step(trainer, number))
         peak = record.peak_bytes
-    return {
-        "steps": losses,
-        "peak_bytes": peak,
-        "moved_bytes_per_step": moved,
-        "cpu_seconds": clock.median(),
-    }
+    return {"steps": losses, "peak_bytes": peak, "moved_bytes_per_step": moved, "cpu_seconds": clock.median()}
 
 
 def ours(directory: str, settings: dict[str, Any]) -> Found:

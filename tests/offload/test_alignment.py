@@ -14,13 +14,7 @@ import torch.nn.functional as F
 from ssdtrain.offload.tensors import geometry
 from ssdtrain.offload.tensors.geometry import bytes_at, restride
 from ssdtrain.runtime import Runtime
-from tests.offload.conftest import (
-    IN_PARTS,
-    VARIANTS,
-    MakeRuntime,
-    Variant,
-    stored_forward,
-)
+from tests.offload.conftest import IN_PARTS, VARIANTS, MakeRuntime, Variant, stored_forward
 from tests.offload.test_gpudirect import ON
 from tests.support.kvikio_stand_in import install
 

@@ -9,6 +9,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -258,26 +259,19 @@ def test_a_call_that_others_put_back_is_replaced_again(
     assert nn.Module.__call__ is TORCHS_CALL
 
 
-def test_a_model_that_is_dropped_is_freed(x: torch.Tensor, tmp_path: Path) -> None:
-    """Also where nothing was closed."""
+def test_the_runtime_lives_as_long_as_the_model_which_is_freed_when_it_is_dropped(
+    x: torch.Tensor, tmp_path: Path
+) -> None:
+    """A script may keep nothing of what `ssdtrain.attach` returns, and close nothing."""
     net = Net()
-    ssdtrain.attach(net, {"offload": {"directories": str(tmp_path), "min_bytes": 1}})
+    runtime = weakref.ref(ssdtrain.attach(net, {"offload": {"directories": str(tmp_path), "min_bytes": 1}}))
+    gc.collect()
     net(x).sum().backward()
+    assert asked_for(runtime()) > 0
     gone = weakref.ref(net)
     del net
     gc.collect()
     assert gone() is None and nn.Module.__call__ is TORCHS_CALL
-
-
-def test_the_runtime_lives_as_long_as_the_model(x: torch.Tensor, make_runtime: MakeRuntime) -> None:
-    """A script may not keep what `ssdtrain.attach` returns."""
-    net, runtime = Net(), make_runtime()
-    attach_model(runtime, net)
-    alive, seen = weakref.ref(runtime), asked_for(runtime)
-    gc.collect()
-    net(x).sum().backward()
-    found = alive()
-    assert asked_for(found) > seen
 
 
 def train(net: nn.Module, step: Callable[[], torch.Tensor], steps: int) -> None:
@@ -356,7 +350,6 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
         torch.manual_seed(0)
         net = Blocks()
         config = {"offload": {"directories": str(tmp_path), "min_bytes": 1}, "plan": "auto"}
-        runtime = ssdtrain.attach(net, config | {"report": {"interval": 0}}) if attached else None
 
         def step() -> torch.Tensor:
             hidden = x
@@ -364,9 +357,8 @@ def test_a_plan_is_made_for_a_loop_that_calls_parts(x: torch.Tensor, tmp_path: P
                 hidden = layer(hidden)
             return net.head(hidden)
 
-        train(net, step, 12)
-        if runtime is not None:
-            runtime.close()
+        with ssdtrain.attach(net, config | {"report": {"interval": 0}}) if attached else nullcontext():
+            train(net, step, 12)
         return [parameter.detach() for parameter in net.parameters()]
 
     assert all(map(torch.equal, one(True), one(False)))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -119,40 +117,6 @@ def test_a_drive_that_somebody_else_fills_takes_no_more(
     assert figures(runtime)[0] > 0
 
 
-def test_when_one_of_two_drives_is_full_the_other_takes_all(
-    way: Variant, small_filesystem: Mount, tmp_path: Path, make_runtime: MakeRuntime
-) -> None:
-    """Tensors of more than a stripe lie on both drives while both have room."""
-    small = small_filesystem(24 * MiB)
-    roomy = tmp_path / "roomy"
-    runtime = make_runtime(way, directories=[str(small), str(roomy)], capacity="1GiB", buffer="256MiB")
-    x = torch.randn(2560, 1024, requires_grad=True)
-    with runtime.forward():
-        loss = x.sin().sin().sin().sin().sin().sin().sum()
-    settled(runtime)
-    loss.backward()
-    plain = x.detach().clone().requires_grad_()
-    plain.sin().sin().sin().sin().sin().sin().sum().backward()
-    assert torch.equal(x.grad, plain.grad)
-    kept, loaded, store = figures(runtime)
-    assert kept == 0 and loaded >= 6 * x.nbytes
-    one, other = (drive.bytes_written for drive in store.drives)
-    assert 0 < one <= 24 * MiB < other
-
-
-def test_a_directory_removed_between_forward_and_backward_does_not_hurt(
-    way: Variant, tmp_path: Path, make_runtime: MakeRuntime
-) -> None:
-    directory = tmp_path / "gone"
-    runtime = make_runtime(way, directories=str(directory))
-    for _ in range(2):
-        found = gradient(runtime, 6, between=lambda: shutil.rmtree(directory, ignore_errors=True))
-        assert torch.equal(found, gradient(None, 6))
-    assert not directory.exists()
-    kept, loaded, _ = figures(runtime)
-    assert kept == 0 and loaded >= 12 * MiB
-
-
 def test_a_read_only_file_system_is_named_at_start(small_filesystem: Mount) -> None:
     mount = small_filesystem(8 * MiB, ",ro")
     with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories\[0\].*read-only") as caught:
@@ -178,42 +142,6 @@ def test_a_file_system_that_turns_read_only_keeps_what_it_has(
     kept, _, store = figures(runtime)
     assert kept > 0 and store.drives[0].retired
     assert sum("stay in memory" in record.getMessage() for record in caplog.records) == 1
-
-
-@pytest.mark.parametrize("kind", ["tmpfs", "overlay"])
-def test_a_directory_in_memory_or_on_an_overlay_works(
-    kind: str, way: Variant, small_filesystem: Mount, tmp_path: Path, make_runtime: MakeRuntime
-) -> None:
-    directory = small_filesystem(64 * MiB)
-    merged = tmp_path / "merged"
-    if kind == "overlay":
-        for part in ("lower", "upper", "work"):
-            (directory / part).mkdir()
-        merged.mkdir()
-        parts = f"lowerdir={directory}/lower,upperdir={directory}/upper,workdir={directory}/work"
-        command = ["mount", "-t", "overlay", "overlay", "-o", parts, str(merged)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"an overlay cannot be mounted here: {done.stderr.strip()}")
-    try:
-        runtime = make_runtime(way, directories=str(merged if kind == "overlay" else directory))
-        assert torch.equal(gradient(runtime, 6), gradient(None, 6))
-        assert figures(runtime)[:2] == (0, 6 * MiB)
-        runtime.close()
-    finally:
-        if kind == "overlay":
-            subprocess.run(["umount", "-l", str(merged)], check=True)
-
-
-def test_the_file_never_grows_beyond_the_capacity(way: Variant, make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime(way, capacity="5MiB")
-    assert torch.equal(gradient(runtime, 12), gradient(None, 12))
-    kept, loaded, _ = figures(runtime)
-    assert kept >= 7 * MiB and loaded >= 3 * MiB
-    slab = runtime.offload.store._slabs[0]
-    assert os.fstat(slab.fd).st_size <= 5 * MiB
-    # A file system that notes where pieces of the file lie counts the block of its notes too.
-    assert os.fstat(slab.fd).st_blocks * 512 <= 5 * MiB + 16 * 1024
 
 
 def kernel_written() -> int:

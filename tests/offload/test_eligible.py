@@ -180,19 +180,6 @@ def test_an_adapter_can_name_what_its_framework_resizes(make_runtime: MakeRuntim
     loss.backward()
 
 
-def test_functorch_transforms_inside_are_left_alone(make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime()
-    x = torch.randn(16, 64, requires_grad=True)
-    with runtime.forward():
-        batched = torch.vmap(lambda row: row.sin() * row.cos())(x)
-        loss = batched.sum()
-    loss.backward()
-    plain = x.grad.clone()
-    x.grad = None
-    torch.vmap(lambda row: row.sin() * row.cos())(x).sum().backward()
-    assert torch.equal(plain, x.grad)
-
-
 class Quantised(torch.Tensor):
     """A weight in fp8 as Transformer Engine makes them: of a class of its own, with its bytes in attributes."""
 

@@ -28,7 +28,6 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def asked_for(runtime: Runtime) -> int:
     """Bytes whose store was asked for. On a busy machine one may not have begun when backward wants them, and is cancelled."""
     found = runtime.statistics()
-    assert found is not None
     return found.offload.offloaded_bytes + found.offload.avoided_write_bytes
 
 
@@ -40,7 +39,6 @@ def test_offload_changes_no_bit(case: zoo.Case, variant: Variant, make_runtime: 
     assert same(plain, offloaded)
     gc.collect()
     found = runtime.statistics()
-    assert found is not None
     moved = found.offload.offloaded_bytes + found.offload.avoided_write_bytes
     assert moved > 0 or case.__name__ in NOTHING_TO_MOVE
 

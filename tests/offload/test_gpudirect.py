@@ -345,10 +345,7 @@ def test_where_it_cannot_be_had_its_reason_is_said(
 
 
 def test_a_probe_that_hangs_says_no_and_nothing_waits_for_it(
-    stand_in: KvikioStandIn,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    stand_in: KvikioStandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpudirect, "TIMEOUT", 0.05)
     hung: list[Any] = []

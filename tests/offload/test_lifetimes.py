@@ -44,15 +44,6 @@ def test_a_dropped_loss_frees_its_slots(variant: Variant, make_runtime: MakeRunt
     holds_nothing(runtime)
 
 
-def test_an_exception_in_forward_frees_what_was_saved(make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime()
-    with pytest.raises(KeyError), runtime.forward():
-        (torch.randn(SIZE, SIZE, requires_grad=True).sin().cos()).sum()
-        raise KeyError
-    gc.collect()
-    holds_nothing(runtime)
-
-
 def test_an_exception_in_backward_leaves_a_graph_that_can_be_used_again(make_runtime: MakeRuntime) -> None:
     runtime = make_runtime()
     x, loss = graph(runtime)

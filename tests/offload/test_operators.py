@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from typing import Any
 
 import pytest
 
+from tests.support.processes import ran
+
 
 def sweep(*arguments: str, timeout: float) -> dict[str, Any]:
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-m", "tests.offload.operators", *arguments],
-        capture_output=True,
-        text=True,
         timeout=timeout,
-        check=False,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -66,20 +66,19 @@ def test_a_policy_of_ones_own_decides_by_module_with_codec_and_tier(tmp_path: Pa
     trained = copy.deepcopy(plain)
     policy = ByModule()
     offload = {"directories": str(tmp_path), "min_bytes": 1024, "host": "1MiB"}
-    runtime = ssdtrain.attach(trained, {"offload": offload}, policy=policy)
-    gradients = step(trained)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
-    found = runtime.statistics()
-    offloaded = [saved for saved in policy.seen if not any("attention" in m.name for m in saved.modules)]
-    assert 0 < len(offloaded) < len(policy.seen)
-    assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes == sum(
-        s.nbytes for s in offloaded
-    )
-    assert found.offload.encoded_bytes == sum(s.nbytes for s in offloaded)
-    assert found.store.host.bytes_written == 0
-    assert [forward.saved_bytes for forward in policy.forwards] == [sum(s.nbytes for s in policy.seen)]
-    assert {saved.module for saved in policy.seen} <= {name for name, _ in trained.named_modules()}
-    runtime.close()
+    with ssdtrain.attach(trained, {"offload": offload}, policy=policy) as runtime:
+        gradients = step(trained)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
+        found = runtime.statistics()
+        offloaded = [saved for saved in policy.seen if not any("attention" in m.name for m in saved.modules)]
+        assert 0 < len(offloaded) < len(policy.seen)
+        assert found.offload.offloaded_bytes + found.offload.avoided_write_bytes == sum(
+            s.nbytes for s in offloaded
+        )
+        assert found.offload.encoded_bytes == sum(s.nbytes for s in offloaded)
+        assert found.store.host.bytes_written == 0
+        assert [forward.saved_bytes for forward in policy.forwards] == [sum(s.nbytes for s in policy.seen)]
+        assert {saved.module for saved in policy.seen} <= {name for name, _ in trained.named_modules()}
     assert not any(module._forward_pre_hooks for module in trained.modules())
 
 
@@ -99,13 +98,12 @@ def test_the_config_chooses_modules_by_pattern(
     plain = model()
     trained = copy.deepcopy(plain)
     offload = {"directories": str(tmp_path), "min_bytes": 1024, **patterns}
-    runtime = ssdtrain.attach(trained, {"offload": offload})
-    gradients = step(trained)
-    assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
-    found = runtime.statistics()
-    # What a block's activation function saves is its output, which the next layer saves too.
-    assert (found.offload.offloaded_bytes + found.offload.avoided_write_bytes) // BYTES == blocks
-    runtime.close()
+    with ssdtrain.attach(trained, {"offload": offload}) as runtime:
+        gradients = step(trained)
+        assert all(torch.equal(a, b) for a, b in zip(gradients, step(plain), strict=True))
+        found = runtime.statistics()
+        # What a block's activation function saves is its output, which the next layer saves too.
+        assert (found.offload.offloaded_bytes + found.offload.avoided_write_bytes) // BYTES == blocks
 
 
 def test_a_policy_that_leaves_nothing_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -61,13 +61,7 @@ OPTIONS = st.fixed_dictionaries(
 )
 
 
-WAYS = (
-    "offloaded_bytes",
-    "loaded_bytes",
-    "avoided_write_bytes",
-    "kept_full_bytes",
-    "failed_stores",
-)
+WAYS = ("offloaded_bytes", "loaded_bytes", "avoided_write_bytes", "kept_full_bytes", "failed_stores")
 """Figures of the engine that must not stay 0 over all programs: each is a way that a region can go."""
 
 
@@ -110,14 +104,12 @@ def make(directory: str, variant: Variant, options: dict[str, Any], faults: Faul
         if variant.part is not None:
             offload_parts(runtime, variant.part)
         if collecting:
-            assert runtime.engine is not None
             runtime.engine._lock = CollectingLock()  # type: ignore[assignment]
         yield runtime
 
 
 def machine(runtime: Runtime, seed: int, *, keeps: bool = False) -> Machine:
     """Runs programs with the engine."""
-    assert runtime.engine is not None
     device = runtime.engine.device
     copied = device.wait_for_stores if isinstance(device, LaggingDevice) else lambda: None
     return Machine(runtime.forward, seed, lambda: settled(runtime), runtime.close, copied, keeps)

@@ -61,7 +61,6 @@ def expected(depth: int = 6) -> torch.Tensor:
 
 
 def pool_of(runtime: Runtime) -> object:
-    assert runtime.offload.store is not None
     return runtime.offload.store.pool
 
 
@@ -90,7 +89,6 @@ def test_a_store_that_has_not_begun_is_cancelled(way: Variant, make_runtime: Mak
     x, loss = chain(runtime)
     loss.backward()  # would hang if it waited for a store
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.avoided_write_bytes == found.offload.saved_bytes > 0
     assert found.offload.loaded_bytes == found.store.bytes_written == found.offload.forwarded_bytes == 0
     pool_of(runtime).release()  # type: ignore[attr-defined]
@@ -110,14 +108,13 @@ def test_a_store_that_must_be_written_is_though_backward_is_over_and_one_at_a_ti
         del loss
         assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
         found = runtime.statistics()
-        assert found is not None and found.offload.saved_bytes > 0 == found.store.bytes_written
+        assert found.offload.saved_bytes > 0 == found.store.bytes_written
         assert found.offload.avoided_write_bytes > found.offload.live_regions == 0
         assert found.offload.in_flight_bytes == SIZE * SIZE * 4
     pool_of(runtime).release()  # type: ignore[attr-defined]
     pool_of(runtime).flush()  # type: ignore[attr-defined]
     holds_nothing(runtime)
     after = runtime.statistics()
-    assert after is not None
     assert after.store.bytes_written == after.offload.offloaded_bytes == SIZE * SIZE * 4
 
 
@@ -130,7 +127,6 @@ def test_a_slow_store_is_forwarded(way: Variant, make_runtime: MakeRuntime) -> N
     until(lambda: any(begun(region) for region in engine_of(runtime).mover.stores), "a store that has begun")
     loss.backward()
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.forwarded_bytes > 0 and found.offload.loaded_bytes == 0
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
     pool_of(runtime).release()  # type: ignore[attr-defined]
@@ -153,7 +149,6 @@ def test_what_is_still_in_memory_when_backward_begins_is_not_read(
     with runtime.backward() if named else nullcontext():
         loss.backward()
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.loaded_bytes == 0 and found.offload.forwarded_bytes == found.offload.saved_bytes > 0
     assert torch.equal(x.grad, expected())  # type: ignore[arg-type]
 
@@ -220,7 +215,7 @@ def test_a_store_is_forwarded_once_however_often_it_is_asked_for(
     pool_of(runtime).release()  # type: ignore[attr-defined]
     settled(runtime)
     found = runtime.statistics()
-    assert found is not None and 0 < found.offload.forwarded_bytes <= found.offload.saved_bytes
+    assert 0 < found.offload.forwarded_bytes <= found.offload.saved_bytes
 
 
 def test_unpack_overtakes_a_prefetch(way: Variant, make_runtime: MakeRuntime) -> None:
@@ -260,6 +255,10 @@ def test_a_released_region_keeps_its_memory_until_its_store_has_ended(
         for region in busy
     ]
     assert all(written_from), "memory was let go under a store"
+    if (
+        way is STAGED
+    ):  # the copy is in the buffer: device memory would stay taken for as long as the drive takes
+        assert not any(region.in_tensor for region in busy)
     live = runtime.statistics().store.live_slots  # type: ignore[union-attr]
     assert live >= len(busy), "a slot was free for others while an old store was in flight"
     pool_of(runtime).release()  # type: ignore[attr-defined]
@@ -294,7 +293,6 @@ def test_a_pool_exhausted_by_prefetches_gives_way(way: Variant, make_runtime: Ma
     x, loss = chain(runtime, depth=40)
     settled(runtime)
     tape = runtime.offload.tape(0, -1)
-    assert tape is not None
     engine_of(runtime).prefetch(tape)
     first = next(
         region for region in tape.regions if region is not None and region.transfer.state is State.STORED
@@ -329,7 +327,7 @@ def test_a_pool_exhausted_by_stores_makes_pack_wait_and_not_hang(
     assert releases, "pack waited for no store"
     releases[0].join()
     found = runtime.statistics()
-    assert found is not None and found.offload.store_wait_seconds > 0
+    assert found.offload.store_wait_seconds > 0
     assert found.offload.kept_bytes == 0
     loss.backward()
     assert torch.equal(x.grad, expected(20))  # type: ignore[arg-type]
@@ -342,7 +340,6 @@ def test_past_the_deadline_a_tensor_is_kept(
     pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
     x, loss = chain(runtime)
     found = runtime.statistics()
-    assert found is not None
     assert found.offload.kept_late_bytes == found.offload.kept_bytes == 4 * SIZE * SIZE * 4
     assert sum("offload.deadline" in record.message for record in caplog.records) == 1
     pool_of(runtime).release()  # type: ignore[attr-defined]
@@ -363,7 +360,7 @@ def test_what_is_larger_than_the_buffer_is_kept_and_the_buffer_named(
     with runtime.forward():
         loss = small.sin().sum() + large.sin().sin().sum()
     found = runtime.statistics()
-    assert found is not None and found.offload.kept_bytes == 2 * large.nbytes
+    assert found.offload.kept_bytes == 2 * large.nbytes
     assert codec is not None or not found.offload.store_wait_seconds
     (said,) = [record.getMessage() for record in caplog.records if record.name == "ssdtrain"]
     assert f"is larger than offload.buffer ({2 * MiB} bytes)" in said
@@ -379,7 +376,7 @@ def test_a_full_host_tier_overflows_to_the_drive(make_runtime: MakeRuntime) -> N
     x, loss = chain(runtime, depth=20)
     settled(runtime)
     store = runtime.statistics().store  # type: ignore[union-attr]
-    assert store.host is not None and store.host.bytes_written > 0 and store.ssd_bytes_written > 0
+    assert store.host.bytes_written > 0 and store.ssd_bytes_written > 0
     loss.backward()
     assert torch.equal(x.grad, expected(20))  # type: ignore[arg-type]
 
@@ -402,18 +399,6 @@ def test_a_handle_that_dies_under_the_lock_does_not_take_it(make_runtime: MakeRu
     threading.Thread(target=collect_under_the_lock, daemon=True).start()
     assert done.wait(60), "a finalizer waited for the lock that its own thread holds"
     holds_nothing(runtime)
-
-
-def test_close_during_io_waits_for_it(way: Variant, make_runtime: MakeRuntime) -> None:
-    runtime = make_runtime(way)
-    runtime.expects_live = True  # type: ignore[attr-defined]
-    pool_of(runtime).hold(begun=True)  # type: ignore[attr-defined]
-    _, loss = chain(runtime)
-    timer = threading.Timer(0.1, pool_of(runtime).release)  # type: ignore[attr-defined]
-    timer.start()
-    runtime.close()
-    timer.join()
-    del loss
 
 
 def test_a_closed_engine_makes_no_buffers(way: Variant, make_runtime: MakeRuntime) -> None:

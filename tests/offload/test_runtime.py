@@ -143,14 +143,13 @@ def test_the_next_tape_is_loaded_while_this_one_runs_backward(make_runtime: Make
 
 def test_disabled_means_that_nothing_is_there(tmp_path: Path) -> None:
     for config in ({}, {"enabled": False, "offload": {"directories": str(tmp_path / "never")}}):
-        runtime = Runtime(load_config(config))
-        model = nn.Linear(4, 4)
-        forward = model.forward
-        attach_model(runtime, model)
-        assert model.forward == forward and not runtime.enabled and runtime.statistics() is None
-        with runtime.step(), runtime.forward(), runtime.backward():
-            pass
-        runtime.close()
+        with Runtime(load_config(config)) as runtime:
+            model = nn.Linear(4, 4)
+            forward = model.forward
+            attach_model(runtime, model)
+            assert model.forward == forward and not runtime.enabled and runtime.statistics() is None
+            with runtime.step(), runtime.forward(), runtime.backward():
+                pass
         assert not (tmp_path / "never").exists()
 
 
@@ -194,7 +193,7 @@ def test_a_baseline_measures_and_moves_nothing(
                 loss.backward()
                 del loss
         found = runtime.statistics()
-        assert found is not None and found.offload.saved_bytes == 4 * 64 * 64 * 4
+        assert found.offload.saved_bytes == 4 * 64 * 64 * 4
         assert not found.offload.offloaded_bytes and not found.offload.avoided_write_bytes
     lines = [json.loads(line) for line in (tmp_path / "rank-0.jsonl").read_text().splitlines()]
     assert [line["activation_peak_bytes"] for line in lines] == [64 * 64 * 4] * 4
@@ -231,14 +230,13 @@ def test_attach_offloads_every_call_until_close(model: nn.Module, tmp_path: Path
     def attached(recording: zoo.Recording) -> list[torch.Tensor]:
         own = zoo.Gpt()
         original = own.forward
-        runtime = ssdtrain.attach(
+        with ssdtrain.attach(
             own, {"offload": {"directories": str(tmp_path / "ssdtrain"), "min_bytes": 1024}}
-        )
-        found = zoo.train(own, zoo.tokens(), recording)
-        with torch.no_grad():
-            own(zoo.tokens())
-        assert asked_for(runtime) > 0
-        runtime.close()
+        ) as runtime:
+            found = zoo.train(own, zoo.tokens(), recording)
+            with torch.no_grad():
+                own(zoo.tokens())
+            assert asked_for(runtime) > 0
         assert own.forward == original and "forward" not in own.__dict__
         return found
 
@@ -249,9 +247,8 @@ def test_attach_offloads_every_call_until_close(model: nn.Module, tmp_path: Path
 def test_attach_takes_a_file(model: nn.Module, tmp_path: Path) -> None:
     path = tmp_path / "ssdtrain.yaml"
     path.write_text(f"offload:\n  directories: {tmp_path}/ssdtrain\n  min_bytes: 1KiB\n  amount: 60%\n")
-    runtime = ssdtrain.attach(model, path)
-    assert runtime.config.offload.amount.value == 0.6
-    runtime.close()
+    with ssdtrain.attach(model, path) as runtime:
+        assert runtime.config.offload.amount.value == 0.6
 
 
 def test_an_amount_keeps_the_last_saved(make_runtime: MakeRuntime) -> None:

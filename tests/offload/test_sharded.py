@@ -189,7 +189,6 @@ def test_weights_that_are_freed_and_gathered_again_stay(
 
 def test_a_model_without_shards_gets_no_hooks(tmp_path: Any) -> None:
     model = Model()
-    runtime = ssdtrain.attach(model, {"offload": {"directories": str(tmp_path), "amount": "all"}})
-    assert not any(module._forward_pre_hooks for module in model.modules())
-    assert watch_sharded(model) is None
-    runtime.close()
+    with ssdtrain.attach(model, {"offload": {"directories": str(tmp_path), "amount": "all"}}):
+        assert not any(module._forward_pre_hooks for module in model.modules())
+        assert watch_sharded(model) is None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
@@ -18,6 +17,7 @@ from ssdtrain.offload import functorch
 from ssdtrain.offload.functorch import StepAside
 from ssdtrain.storage.signal_safe_lock import defer_signals
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, holds_nothing
+from tests.support.bytecodes import Before, count_bytecodes
 
 SIZE = 32  # of a saved tensor, 4 KiB
 
@@ -51,35 +51,9 @@ def handler() -> Iterator[None]:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-class Moment:
-    """A trace that counts the bytecodes run in the engine and sends the signal before one of them; 0: never."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.count = 0
-
-    def __enter__(self) -> Moment:
-        # Python 3.12 reports opcodes only where some frame asked for them before the trace was set.
-        sys._getframe().f_trace_opcodes = True
-        sys.settrace(self._call)
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        sys.settrace(None)
-
-    def _call(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if frame.f_code.co_filename not in FILES:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._opcode
-
-    def _opcode(self, frame: FrameType, event: str, argument: Any) -> Callable[..., Any] | None:
-        if event == "opcode":
-            self.count += 1
-            if self.count == self.number:
-                sys.settrace(None)
-                signal.raise_signal(signal.SIGUSR1)
-        return self._opcode
+def moment(number: int) -> Before:
+    """Sends the signal before this bytecode of the engine."""
+    return Before(number, lambda: signal.raise_signal(signal.SIGUSR1), FILES)
 
 
 def work(runtime: Any, x: torch.Tensor) -> torch.Tensor:
@@ -122,11 +96,9 @@ def interrupt(runtime: Any, moments: Callable[[int], range]) -> None:
     when they were asked for: a moment that came after its end is tried again earlier."""
     expected = work(Nothing(), fresh())
     assert torch.equal(work(runtime, fresh()), expected)
-    for _ in range(2):  # Python 3.13 reports a function's opcodes from its second traced call on
-        with Moment(0) as counted:
-            work(runtime, fresh())
-    assert counted.count > 1000
-    for number in moments(counted.count):
+    count = count_bytecodes(lambda: work(runtime, fresh()), FILES)
+    assert count > 1000
+    for number in moments(count):
         while not interrupted(runtime, number):
             number = 9 * number // 10
         drop_what_torch_queued()
@@ -138,7 +110,7 @@ def interrupt(runtime: Any, moments: Callable[[int], range]) -> None:
 def interrupted(runtime: Any, number: int) -> bool:
     """Whether one run of `work` was, before its bytecode of this number."""
     try:
-        with Moment(number):
+        with moment(number):
             work(runtime, fresh())
     except Heard:
         return True
@@ -172,7 +144,7 @@ def test_a_signal_at_any_moment_leaves_the_lock_of_recorders_free() -> None:
     for number in range(1, 200):
         aside = StepAside()
         try:
-            with Moment(number) as moment:
+            with moment(number) as seen:
                 aside.__enter__()
                 aside.__exit__()
         except Heard:
@@ -181,4 +153,4 @@ def test_a_signal_at_any_moment_leaves_the_lock_of_recorders_free() -> None:
         functorch._lock.release()
         functorch._recorders = recorders
         torch.autograd.graph.disable_saved_tensors_hooks = replaced
-    assert 5 < moment.count < 200  # torch 2.6 has less to undo
+    assert 5 < seen.count < 200  # torch 2.6 has less to undo

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
 from pathlib import Path
@@ -25,28 +24,6 @@ from tests.offload.test_races import chain, expected, pool_of, until
 from tests.support.lagging import LaggingDevice
 
 STAGED = VARIANTS[2]
-
-
-def test_a_released_region_keeps_its_buffer_and_not_its_tensor_until_its_store_has_ended(
-    make_runtime: MakeRuntime,
-) -> None:
-    """The copy is in the buffer: device memory would stay taken for as long as the drive takes."""
-    runtime = make_runtime(STAGED)
-    engine = runtime.engine
-    pool_of(runtime).hold(begun=True)
-    x, loss = chain(runtime, depth=1)
-    stores = list(engine.mover.stores)
-    until(lambda: any(region.transfer.operation.begun() for region in stores), "a store")
-    stores = [region for region in stores if region.transfer.operation.begun()]
-    del x, loss
-    gc.collect()
-    engine.drain()
-    assert stores and all(
-        region.transfer.state is State.RELEASED and region.transfer.lease is not None for region in stores
-    )
-    assert not any(region.in_tensor for region in stores)
-    pool_of(runtime).release()
-    holds_nothing(runtime)
 
 
 def test_what_comes_back_has_the_geometry_of_what_was_saved(make_runtime: MakeRuntime) -> None:

@@ -199,7 +199,6 @@ def test_a_thin_view_is_not_copied_before_its_operator_has_ended(
     """Its bytes are copied together; no node is made between the hook and the fill, as inside of an operator."""
     runtime = make_runtime(variant)
     engine = runtime.engine
-    assert engine is not None
     thin = torch.zeros(SIZE, SIZE, 10)[..., 3]
     with stored_forward(runtime) as tape:
         held = engine.pack(tape, thin)
@@ -221,7 +220,7 @@ def test_what_was_modified_before_its_store_could_begin_is_not_stored(make_runti
         y.detach().add_(1)
     settled(runtime)
     found = runtime.statistics()
-    assert found is not None and found.offload.offloaded_bytes == 0 < found.offload.kept_bytes
+    assert found.offload.offloaded_bytes == 0 < found.offload.kept_bytes
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
     del loss
@@ -287,7 +286,6 @@ def test_close_between_the_look_and_the_lock(make_runtime: MakeRuntime) -> None:
     """The lock is taken when the engine has been closed since the hook was called."""
     runtime = make_runtime()
     engine = runtime.engine
-    assert engine is not None
     may_move = engine.eligible.may_move
 
     def and_close(tensor: torch.Tensor) -> bool:
@@ -356,6 +354,6 @@ def test_a_write_beside_a_chunk_with_a_counter_of_its_own_is_none_to_the_chunk(
         pool.release()  # type: ignore[union-attr]
     settled(runtime)
     found = runtime.statistics()
-    assert found is not None and found.offload.offloaded_bytes == one.nbytes
+    assert found.offload.offloaded_bytes == one.nbytes
     (gradient,) = torch.autograd.grad(loss, x)
     assert torch.equal(gradient[:, : SIZE // 2], x.detach()[:, : SIZE // 2].cos())

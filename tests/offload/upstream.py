@@ -45,14 +45,14 @@ from ssdtrain.offload.tensors.region import Handle, Kept
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.runtime import Runtime, Seams
 
-PLAIN, COPYING, RACING, STORED, STAGED, UNSHARED = (
+PLAIN, COPYING, RACING, STORED, STAGED, UNSHARED = [
     "plain",
     "copying",
     "racing",
     "stored",
     "staged",
     "unshared",
-)
+]
 OURS = (RACING, STORED, STAGED, UNSHARED)
 
 WAY, RESULT = "SSDTRAIN_UPSTREAM_WAY", "SSDTRAIN_UPSTREAM_RESULT"
@@ -140,7 +140,6 @@ class Around:
     @staticmethod
     def _close(runtime: Runtime) -> dict[str, Any]:
         statistics = runtime.statistics()
-        assert statistics is not None
         runtime.close()
         names = ("saved_tensors", "shared_tensors", "packed_bytes", "offloaded_bytes", "avoided_write_bytes")
         names += ("forwarded_bytes", "loaded_bytes", "kept_bytes")
@@ -207,22 +206,13 @@ def run(way: str, directory: Path, arguments: list[str]) -> Run:
         result = Path(temporary) / "result.json"
         command = [
             sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "--tb=short",
-            "-p",
-            "no:cacheprovider",
-            "-c",
+            *["-m", "pytest", "-q", "--tb=short", "-p", "no:cacheprovider", "-c"],
             os.devnull,
         ]
         command += [
             "--rootdir",
             str(directory),
-            "-p",
-            "tests.offload.upstream",
-            "--timeout=120",
-            "-k",
+            *["-p", "tests.offload.upstream", "--timeout=120", "-k"],
             LEFT_OUT,
         ]
         command += arguments or [str(path) for path in sorted(directory.rglob("test_*.py"))]
@@ -247,9 +237,7 @@ def compare(directory: Path, arguments: list[str]) -> bool:
     )
     copying = run(COPYING, directory, arguments)
     left = copying.figures["left"]
-    print(
-        f"copying: {copying.count('passed')} passed, {copying.count('failed')} failed; {left} copies left",
-    )
+    print(f"copying: {copying.count('passed')} passed, {copying.count('failed')} failed; {left} copies left")
     well = plain.count("passed") > 0
     for way in OURS:
         ours = run(way, directory, arguments)

@@ -64,7 +64,7 @@ def test_gradients_are_those_without_and_a_plan_is_followed(tmp_path: Path, host
     runtime = Runtime(load_config(config(tmp_path, host=host)), logs=False)
     runtime.register(model)
     try:
-        assert runtime.engine is not None and isinstance(runtime.engine.policy, AdaptivePolicy)
+        assert isinstance(runtime.engine.policy, AdaptivePolicy)
         for step in range(12):
             # The size changes in between; what was planned for another tape still gives the same bits.
             rows = 256 if step < 3 else 512
@@ -87,7 +87,7 @@ def test_a_loop_that_announces_no_steps_gets_a_plan_and_keeps_no_records(
     runtime = ssdtrain.attach(model, config(tmp_path))
     of_parts = [torch.optim.SGD(model[part::optimizers].parameters(), lr=0.01) for part in range(optimizers)]
     engine = runtime.engine
-    assert engine is not None and isinstance(engine.policy, AdaptivePolicy)
+    assert isinstance(engine.policy, AdaptivePolicy)
     for step in range(12):
         loss = model(torch.randn(512, 64, generator=torch.Generator().manual_seed(step))).square().sum()
         if step < WRITTEN:
@@ -158,7 +158,6 @@ def test_without_the_end_of_a_step_records_do_not_grow(
 ) -> None:
     model = make_model()
     runtime = ssdtrain.attach(model, config(tmp_path))
-    assert runtime.engine is not None
     for _ in range(UNENDED_FORWARDS + 10):
         model(torch.randn(1, 64)).sum().backward()
         for parameter in model.parameters():
@@ -191,7 +190,6 @@ def profile_of(directory: Path, **more: str) -> Profile:
     runtime = Runtime(load_config(config(directory, **more)), logs=False)
     runtime.register(model)
     try:
-        assert runtime.engine is not None and runtime.engine.recorder is not None
         runtime.engine.recorder.take()
         with runtime.forward():
             loss = model(torch.randn(256, 64)).sum()
@@ -217,7 +215,6 @@ def test_what_the_filter_keeps_is_fixed_in_the_plan(tmp_path: Path) -> None:
 
 def test_what_one_operator_saves_begins_its_stores_together(tmp_path: Path) -> None:
     runtime = Runtime(load_config(config(tmp_path)), logs=False)
-    assert runtime.engine is not None
     with runtime:
         runtime.engine.recorder.take()
         with runtime.forward():
@@ -233,7 +230,7 @@ def test_what_one_operator_saves_begins_its_stores_together(tmp_path: Path) -> N
 def test_a_policy_of_ones_own_takes_the_place_of_the_amount(tmp_path: Path) -> None:
     policy = AdaptivePolicy()
     runtime = Runtime(load_config(config(tmp_path)), policy=policy, logs=False)
-    assert runtime.engine is not None and runtime.engine.policy is policy
+    assert runtime.engine.policy is policy
     assert not runtime.engine.recorder.active  # nobody plans for it
     runtime.close()
 
@@ -242,7 +239,6 @@ def test_what_was_decided_is_a_table_with_reasons(tmp_path: Path) -> None:
     model = make_model()
     runtime = Runtime(load_config(config(tmp_path)), logs=False)
     runtime.register(model)
-    assert runtime.engine is not None
     runtime.engine.recorder.take()
     with runtime.forward():
         loss = model(torch.randn(256, 64)).sum()
@@ -284,7 +280,7 @@ def test_a_model_whose_arena_takes_more_than_it_saves_has_none_and_the_peak_of_k
     with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
         runtime.register(model)
         engine = runtime.engine
-        assert engine is not None and isinstance(engine.policy, AdaptivePolicy)
+        assert isinstance(engine.policy, AdaptivePolicy)
         for step in range(12):
             gradients(model, runtime, step, rows=4096)
             if engine.policy.plans:
@@ -324,7 +320,6 @@ def test_without_an_arena_tensors_come_back_into_memory_of_their_own(tmp_path: P
     with Runtime(load_config(config(tmp_path, amount="all")), logs=False) as runtime:
         runtime.register(model)
         engine = runtime.engine
-        assert engine is not None
         want = gradients(model, None, 0)
         engine.buffers.fit(MiB)
         engine.set_arena_in_use(False)
@@ -344,7 +339,6 @@ def test_without_an_arena_tensors_come_back_into_memory_of_their_own(tmp_path: P
 
 def test_without_an_arena_it_is_known_what_one_takes(tmp_path: Path) -> None:
     with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
-        assert runtime.engine is not None
         cost, machine, buffers = ArenaCost(runtime.engine), Machine(), runtime.engine.buffers
         buffers.fit(MiB)
         assert cost.counted(machine, [[Block("b", 1.0, 1.0, 8 * MiB)]]).buffers == MiB
@@ -360,7 +354,6 @@ def test_without_an_arena_it_is_known_what_one_takes(tmp_path: Path) -> None:
 
 def test_an_arena_whose_size_is_given_stays(tmp_path: Path) -> None:
     with Runtime(load_config(config(tmp_path, buffer="4MiB")), logs=False) as runtime:
-        assert runtime.engine is not None
         cost, machine = ArenaCost(runtime.engine), Machine(buffers=4 * MiB)
         assert cost.counted(machine, [[Block("b", 1.0, 1.0, MiB)]]) == machine
         cost.planned(used=False)
@@ -372,7 +365,7 @@ def test_evaluation_leaves_no_record_behind(tmp_path: Path, caplog: pytest.LogCa
     model = make_model()
     with Runtime(load_config(config(tmp_path)), logs=False) as runtime:
         runtime.register(model)
-        assert runtime.engine is not None and isinstance(runtime.engine.policy, AdaptivePolicy)
+        assert isinstance(runtime.engine.policy, AdaptivePolicy)
         for step in range(12):
             gradients(model, runtime, step)
             with runtime.forward():

@@ -40,7 +40,7 @@ def test_the_seconds_of_writes_are_those_of_all_blocks_of_the_row_and_waits_are_
         r"writing these 8 takes (.+); computation waits (.+) for their transfers and those before them",
         reason_of(8),
     )
-    assert found is not None and seconds(found[1]) == 8 * 1000 / 2e3
+    assert seconds(found[1]) == 8 * 1000 / 2e3
     assert seconds(found[2]) > 0
     assert reason_of(1).startswith("writing it takes 500 ms")
 

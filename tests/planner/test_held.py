@@ -40,7 +40,6 @@ def test_what_is_there_at_the_end_of_a_block_though_it_has_left_is_noticed(tmp_p
     offload = {"directories": str(tmp_path), "min_bytes": "4KiB"}
     with Runtime(load_config({"offload": offload, "report": {"interval": 0}})) as runtime:
         runtime.register(model)
-        assert runtime.engine is not None
         runtime.engine.mover.stores.bound = 2 * REGION
         blocks = {str(number): block for number, block in enumerate(model.layers)}
         spans = BlockSpans(blocks, runtime.engine)

@@ -40,12 +40,11 @@ def test_a_run_draws_the_second_step_of_its_plan(tmp_path: Path, monkeypatch: py
     with ssdtrain.attach(model, sections) as runtime:
         train(model)
         plan, engine = auto_of(runtime).plan, runtime.engine
-        assert engine is not None
         meter = engine.meter
         assert not meter.record and not meter.timeline
     [([panel], file)] = drawn
     assert file == tmp_path / "report" / "plan-rank-0.png"
-    assert plan is not None and plan.summary() == panel.title and panel.limit == 4 * MiB
+    assert plan.summary() == panel.title and panel.limit == 4 * MiB
     assert max(nbytes for _, nbytes in panel.predicted) == plan.peak
     measured = max(nbytes for _, nbytes in panel.measured)
     # Of a recomputed block the meter does not see what its second run saves.

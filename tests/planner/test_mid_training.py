@@ -102,7 +102,6 @@ def test_what_is_in_flight_follows_the_size_of_forwards_up_and_down(tmp_path: Pa
     section = {"directories": str(tmp_path), "in_flight": "2MiB"}
     with ssdtrain.attach(gpt(), {"offload": section, **QUIET}) as runtime:
         engine = runtime.engine
-        assert engine is not None
         for tape, allowed in ((16 * MiB, MiB), (64 * KiB, 4 * KiB), (16 * MiB, MiB), (64 * MiB, 2 * MiB)):
             bound_stores(engine, tape)
             assert engine.mover.stores.limit == allowed

@@ -83,9 +83,9 @@ def test_a_limit_is_kept_to_and_no_bit_changes(tiers: bool, tmp_path: Path) -> N
         engine = runtime.engine
         assert engine is not None and (not tiers or engine.mover.stores.limit < limit)
     assert equal(expected, found)
-    assert plan is not None and plan.peak <= limit
+    assert plan.peak <= limit
     assert tiers or 0 < plan.count("recompute") < LAYERS
-    assert metrics is not None and metrics.offload.activation_peak_bytes > 0
+    assert metrics.offload.activation_peak_bytes > 0
     assert not any("forward" in block.__dict__ for block in model.blocks)
     assert "forward" not in model.__dict__
 
@@ -96,7 +96,7 @@ def test_the_peak_of_offloading_everything_is_as_predicted_whatever_the_drive_do
     with ssdtrain.attach(model, {"plan": {"max_slowdown": 0.5}, "offload": offload, **QUIET}) as runtime:
         train(model, microbatches=1)
         auto, engine = auto_of(runtime), runtime.engine
-        assert auto.problem is not None and engine is not None and isinstance(engine.policy, BlockPolicy)
+        assert auto.problem is not None and isinstance(engine.policy, BlockPolicy)
         auto.detach()
         names = {f"blocks.{number}" for number in range(LAYERS)}
         auto.arena_used(True)
@@ -110,7 +110,6 @@ def test_the_peak_of_offloading_everything_is_as_predicted_whatever_the_drive_do
     of = auto.problem
     choices = of.choices(["ssd" if block.name in names else "keep" for block in of.blocks])
     predicted = simulate(of.chunks, choices, of.order, machine, steps=2)
-    assert metrics is not None
     assert metrics.offload.activation_peak_bytes == pytest.approx(predicted.peak_bytes, rel=0.02)
 
 
@@ -123,15 +122,13 @@ def test_the_arena_counts_where_something_leaves_only(tmp_path: Path) -> None:
         plan = {"device_limit": limit}
         with ssdtrain.attach(model, {"plan": plan, "offload": offload, **QUIET}) as runtime:
             engine, auto = runtime.engine, auto_of(runtime)
-            assert engine is not None
             engine.buffers.fit(8 << 20)  # more than this model saves
             train(model, microbatches=1)
-            assert auto.plan is not None and set(auto.plan.actions) == {"keep"}
+            assert set(auto.plan.actions) == {"keep"}
             assert not engine.buffers.counted_bytes
             runtime.reset_peak()
             train(model, 1, microbatches=1)
             metrics = runtime.statistics()
-        assert metrics is not None
         assert metrics.offload.activation_peak_bytes == metrics.offload.unoffloaded_peak_bytes
         assert metrics.offload.activation_peak_bytes == pytest.approx(auto.plan.peak, rel=0.02)
         return auto.plan.peak
@@ -250,7 +247,7 @@ def test_a_longer_sequence_is_planned_for_again() -> None:
             assert equal(steps(plain, batch), steps(model, batch))
         auto = auto_of(runtime)
         assert auto.metric.plans >= 2
-        assert auto.plan is not None and auto.plan.peak <= 2 << 20
+        assert auto.plan.peak <= 2 << 20
 
 
 def test_where_nothing_can_be_chosen_the_error_says_so() -> None:

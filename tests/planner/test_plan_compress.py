@@ -85,18 +85,15 @@ def followed(limit: int) -> PlanController:
     with ssdtrain.attach(model, config(limit)) as runtime:
         train(model, STEPS, microbatches=1)
         auto = auto_of(runtime)
-        assert auto.plan is not None and auto.problem is not None
         pairs = zip(auto.problem.blocks, auto.plan.actions, strict=True)
         chosen = {block.name for block, action in pairs if action == "compress"}
         assert {".".join(name.split(".")[:2]) for name in compressing(model)} == chosen
         assert auto.metric.compressed_blocks == len(chosen)
-        assert runtime.compact is not None
         before = runtime.compact.compression.counted.input_bytes
         runtime.reset_peak()
         train(model, 1, microbatches=1)
         assert (runtime.compact.compression.counted.input_bytes > before) == bool(chosen)
         statistics = runtime.statistics()
-        assert statistics is not None
         assert statistics.offload.activation_peak_bytes == pytest.approx(auto.plan.peak, rel=0.01)
     assert compressing(model) == []
     return auto
@@ -104,7 +101,6 @@ def followed(limit: int) -> PlanController:
 
 def test_a_limit_that_only_compression_meets(caplog: pytest.LogCaptureFixture) -> None:
     roomy = followed(1 << 30)
-    assert roomy.plan is not None and roomy.problem is not None
     assert roomy.plan.actions == ("keep",) * len(roomy.plan.actions)
     kept = roomy.plan.peak
     least = kept - sum(
@@ -115,7 +111,7 @@ def test_a_limit_that_only_compression_meets(caplog: pytest.LogCaptureFixture) -
     assert least < 0.9 * kept
     with caplog.at_level(logging.INFO):
         tight = followed((kept + least) // 2)
-    assert tight.plan is not None and 0 < tight.plan.count("compress") < LAYERS
+    assert 0 < tight.plan.count("compress") < LAYERS
     assert tight.plan.peak <= (kept + least) // 2
 
 

@@ -84,7 +84,6 @@ def followed(limit: int, **options: str) -> tuple[PlanController, list[Any], Any
         before = runtime.statistics()
         found += train(model, 1, microbatches=1)
         after = runtime.statistics()
-        assert before is not None and after is not None
         encoded = after.offload.kept_encoded_bytes - before.offload.kept_encoded_bytes
         return auto_of(runtime), found, (after, encoded)
 
@@ -96,10 +95,10 @@ def plainly() -> list[Any]:
 
 def test_a_limit_that_encoding_meets_and_no_bit_changes() -> None:
     roomy, _, (_, encoded) = followed(1 << 30)
-    assert roomy.plan is not None and set(roomy.plan.actions) == {"keep"} and encoded == 0
+    assert set(roomy.plan.actions) == {"keep"} and encoded == 0
     limit = round(0.95 * roomy.plan.peak)
     tight, found, (metrics, encoded) = followed(limit)
-    assert tight.plan is not None and 0 < tight.plan.count("encode") <= LAYERS
+    assert 0 < tight.plan.count("encode") <= LAYERS
     assert tight.metric.encoded_blocks == tight.plan.count("encode") and encoded > 0
     assert tight.plan.peak <= limit
     peak = metrics.offload.activation_peak_bytes

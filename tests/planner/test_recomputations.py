@@ -215,7 +215,7 @@ def test_what_a_loop_changes_around_its_forwards_is_put_back_for_the_second_run(
         for gradients in expected:
             assert equal(gradients, planned.step(around))
         plan = auto_of(runtime).plan
-    assert plan is not None and plan.count("recompute")
+    assert plan.count("recompute")
     assert not planned.errors
     assert all(mine.requires_grad == theirs.requires_grad for mine, theirs in zip(
         planned.net.parameters(), plain.net.parameters(), strict=True
@@ -251,7 +251,7 @@ def test_a_block_that_differed_is_not_recomputed_any_more(around: Around) -> Non
         for gradients in expected:
             assert equal(gradients, planned.step(around))
         plan = auto_of(runtime).plan
-    assert plan is not None and not plan.count("recompute")
+    assert not plan.count("recompute")
 
 
 @pytest.mark.parametrize("around", NOT_KNOWN)
@@ -267,7 +267,7 @@ def test_where_saved_tensors_leave_memory_a_difference_is_found_without_an_error
             assert equal(gradients, planned.step(around))
         plan = auto_of(runtime).plan
     assert not planned.errors
-    assert plan is not None and not plan.count("recompute")
+    assert not plan.count("recompute")
     assert "the block 'blocks.5' computed other values when it ran again: it is not recomputed" in caplog.text
 
 
@@ -364,7 +364,7 @@ def test_a_difference_that_begins_late_is_found_by_the_steps_that_are_compared_n
         for _ in range(WARM + COMPARED_FIRST):
             planned.step()
         plan = auto_of(runtime).plan
-        assert plan is not None and plan.count("recompute")
+        assert plan.count("recompute")
         for _ in range(COMPARED_EVERY):
             if not planned.step(a_global):
                 break
@@ -384,7 +384,7 @@ def test_steps_that_are_not_compared_take_no_fingerprints(monkeypatch: pytest.Mo
             by_step.append(len(taken))
             taken.clear()
         plan = auto_of(runtime).plan
-    assert plan is not None and plan.count("recompute")
+    assert plan.count("recompute")
     profiled = 5
     assert all(by_step[:COMPARED_FIRST]) and not any(by_step[COMPARED_FIRST:profiled])
     followed = by_step[profiled:]
@@ -632,11 +632,11 @@ def test_an_error_of_a_second_run_leaves_nothing_in_memory(tiers: bool, tmp_path
         for _ in range(WARM + COMPARED_FIRST):
             planned.step()
         plan = auto_of(runtime).plan
-        assert plan is not None and plan.count("recompute")
+        assert plan.count("recompute")
         assert planned.step(a_global) == []
         gc.collect()
         statistics = runtime.statistics()
-        assert statistics is not None and statistics.offload.live_regions == 0
+        assert statistics.offload.live_regions == 0
     [error] = planned.errors
     assert "the block 'blocks." in error and "different number of tensors" in error
 
@@ -699,7 +699,7 @@ def test_adapters_that_are_set_between_two_forwards_and_one_backward_have_their_
                 optimizer.zero_grad()
             if runtime is not None:
                 plan = auto_of(runtime).plan
-                assert plan is not None and plan.count("recompute")
+                assert plan.count("recompute")
         return gradients
 
     assert equal(train(None), train(LEAST))

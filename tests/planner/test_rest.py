@@ -49,7 +49,6 @@ _runtimes: dict[int, Runtime] = {}
 
 def saved_by(model: nn.Module) -> int:
     engine = _runtimes[id(model)].engine
-    assert engine is not None
     return engine.snapshot().saved_tensors
 
 
@@ -107,7 +106,7 @@ def test_a_forward_with_larger_inputs_has_hooks_and_a_plan_of_its_own(tmp_path: 
         train(model, 1, seen=seen)
         assert rests(seen)[-1]
         engine = runtime.engine
-        assert engine is not None and engine.resting
+        assert engine.resting
         train(model, 1, rows=128, seen=seen)
         assert not rests(seen)[-1] and not engine.resting
         offloaded = engine.snapshot()
@@ -122,7 +121,6 @@ def test_a_forward_as_large_as_the_first_one_has_hooks_though_small_ones_came_be
         train_until_resting(model, seen)
         train(model, 32)
         engine = runtime.engine
-        assert engine is not None
         train_until_resting(model, seen)
         assert engine.resting
         train(model, 1, rows=256, seen=seen)
@@ -134,7 +132,7 @@ def test_small_growth_of_inputs_adds_up(tmp_path: Path) -> None:
     with attach(model, tmp_path, min_bytes="4KiB") as runtime:
         train_until_resting(model)
         engine = runtime.engine
-        assert engine is not None and engine.resting
+        assert engine.resting
         train(model, 1, rows=72)
         assert engine.resting
         train(model, 1, rows=80)
@@ -143,7 +141,6 @@ def test_small_growth_of_inputs_adds_up(tmp_path: Path) -> None:
 
 def test_the_arena_of_a_small_model_is_smaller_than_a_huge_page(tmp_path: Path) -> None:
     with attach(make_model(), tmp_path, amount="all") as runtime:
-        assert runtime.engine is not None
         buffers = runtime.engine.buffers
         buffers.fit(300 * KiB, away=200 * KiB)
         assert not buffers.capacity
@@ -155,7 +152,6 @@ def test_the_arena_of_a_small_model_is_smaller_than_a_huge_page(tmp_path: Path) 
 
 def test_the_arena_is_no_larger_than_what_has_left_memory(tmp_path: Path) -> None:
     with attach(make_model(), tmp_path, amount="all") as runtime:
-        assert runtime.engine is not None
         buffers = runtime.engine.buffers
         buffers.fit(3 * MiB, away=3 * MiB)
         assert not buffers.capacity  # it would have 4 MiB
@@ -186,7 +182,7 @@ def test_the_peak_of_a_step_with_hooks_stays_known_while_none_is_counted(tmp_pat
         runtime.reset_peak()
         train(model, 1)
         statistics = runtime.statistics()
-        assert statistics is not None and statistics.offload.activation_peak_bytes > 0
+        assert statistics.offload.activation_peak_bytes > 0
 
 
 def test_the_hook_on_the_model_is_gone_afterwards_and_a_copy_has_none(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ import contextlib
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -88,26 +87,36 @@ class WritesParameter(Keeps):
         return self.linear(x * self.runs).tanh()
 
 
-def stack(kind: Callable[[], nn.Module]) -> Stack:
+def stack(kind: Callable[[], nn.Module], recomputed: bool = False) -> Stack:
+    """A model of four such blocks, which backward runs again if `recomputed`."""
     torch.manual_seed(0)
-    return Stack(kind)  # type: ignore[arg-type]
+    model = Stack(kind)  # type: ignore[arg-type]
+    if recomputed:
+        recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+    return model
 
 
-@pytest.mark.parametrize("kind", [Replaces, Makes, Appends])
+def gradients_of(model: nn.Module) -> list[torch.Tensor]:
+    return [one.grad for one in (*model.parameters(), *model.buffers()) if one.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("kind", "recomputes"),
+    [(Replaces, True), (Makes, True), (Appends, True), (InPlace, False), (WritesParameter, False)],
+)
 @pytest.mark.parametrize("tiers", [False, True], ids=["recompute", "offload and recompute"])
-def test_a_second_run_finds_the_attributes_of_the_first(
-    kind: type[nn.Module], tiers: bool, tmp_path: Path
+def test_a_second_run_finds_the_attributes_of_the_first_or_there_is_none(
+    kind: type[nn.Module], recomputes: bool, tiers: bool, tmp_path: Path
 ) -> None:
+    """There is none of a block that changes a tensor of its own in place."""
     plain, model = stack(kind), stack(kind)
-    config: dict[str, Any] = LEAST
-    if tiers:
-        config = {**LEAST, "offload": {"directories": str(tmp_path), "min_bytes": "4KiB"}}
-    with ssdtrain.attach(model, config) as runtime:
+    offload = {"offload": {"directories": str(tmp_path), "min_bytes": "4KiB"}} if tiers else {}
+    with ssdtrain.attach(model, {**LEAST, **offload}) as runtime:
         assert equal(train(plain, 2 * STEPS), train(model, 2 * STEPS))  # the first plan may be made again
         plan = auto_of(runtime).plan
-    assert plan is not None and plan.count("recompute")
+    assert (plan is not None and plan.count("recompute") > 0) == recomputes
     for one, other in zip(plain.layers, model.layers, strict=True):
-        if isinstance(one, Replaces):
+        if isinstance(one, Replaces | InPlace):
             assert torch.equal(one.average, other.average)
         if isinstance(one, Appends):
             assert equal(one.seen["means"], other.seen["means"]) and one.kinds == other.kinds
@@ -127,9 +136,7 @@ def test_a_mask_that_is_set_before_each_microbatch_is_that_of_its_forward(buffer
             return self.linear(x).tanh() * self.mask
 
     def gradients(recomputed: bool) -> list[torch.Tensor]:
-        model = stack(Masked)
-        if recomputed:
-            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        model = stack(Masked, recomputed)
         losses = []
         for number in range(2):
             for layer in model.layers:
@@ -137,25 +144,9 @@ def test_a_mask_that_is_set_before_each_microbatch_is_that_of_its_forward(buffer
             losses.append(model(torch.arange(64)[None], torch.tensor(0)))
         for loss in losses:
             loss.backward()
-        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        return gradients_of(model)
 
     assert equal(gradients(False), gradients(True))
-
-
-@pytest.mark.parametrize("kind", [InPlace, WritesParameter])
-@pytest.mark.parametrize("tiers", [True, False], ids=["offload and recompute", "recompute"])
-def test_a_block_that_changes_a_tensor_of_its_own_in_place_is_not_recomputed(
-    kind: type[nn.Module], tiers: bool, tmp_path: Path
-) -> None:
-    plain, model = stack(kind), stack(kind)
-    offload = {"offload": {"directories": str(tmp_path), "min_bytes": "4KiB"}}
-    with ssdtrain.attach(model, {**LEAST, **(offload if tiers else {})}) as runtime:
-        assert equal(train(plain), train(model))
-        plan = auto_of(runtime).plan
-    assert plan is None or not plan.count("recompute")
-    for one, other in zip(plain.layers, model.layers, strict=True):
-        if isinstance(one, InPlace):
-            assert torch.equal(one.average, other.average)
 
 
 def test_weights_that_change_between_forward_and_backward_are_an_error_as_for_autograd() -> None:
@@ -233,9 +224,7 @@ def test_a_second_run_finds_the_small_buffers_of_the_first_and_changes_none(
     """Backward of the first microbatch comes after the forward of the second; each backward runs twice."""
 
     def found(recomputed: bool) -> list[torch.Tensor]:
-        model = stack(kind)
-        if recomputed:
-            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        model = stack(kind, recomputed)
         losses = []
         for number in range(2):
             write_scales(model, number)
@@ -243,15 +232,13 @@ def test_a_second_run_finds_the_small_buffers_of_the_first_and_changes_none(
         for loss in losses:
             loss.backward(retain_graph=True)
             loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        return [*gradients, *model.buffers()]
+        return [*gradients_of(model), *model.buffers()]
 
     assert equal(found(False), found(True))
 
 
 def test_a_large_buffer_that_is_written_before_backward_is_an_error_with_its_name() -> None:
-    model = stack(ScalesByLarge)
-    recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+    model = stack(ScalesByLarge, recomputed=True)
     loss = model(torch.arange(64)[None], torch.tensor(0))
     write_scales(model, 1)
     with pytest.raises(
@@ -273,11 +260,9 @@ class Learns(Keeps):
 
 def test_a_buffer_that_requires_a_gradient_gets_it() -> None:
     def found(recomputed: bool) -> list[torch.Tensor]:
-        model = stack(Learns)
-        if recomputed:
-            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        model = stack(Learns, recomputed)
         model(torch.arange(64)[None], torch.tensor(0)).backward()
-        return [one.grad for one in (*model.parameters(), *model.buffers()) if one.grad is not None]
+        return gradients_of(model)
 
     assert equal(found(False), found(True))
 
@@ -301,14 +286,11 @@ class Shares(Keeps):
 @pytest.mark.parametrize("tried", [False, True])
 def test_buffers_that_share_memory_are_those_of_the_first_run(tried: bool) -> None:
     def found(recomputed: bool) -> list[torch.Tensor]:
-        model = stack(Shares)
-        if recomputed:
-            recompute_blocks(model, {f"layers.{number}": "recompute" for number in range(4)})
+        model = stack(Shares, recomputed)
         # A block is tried in forward where saved-tensor hooks are around it.
         with saved_tensors_hooks(lambda one: one, lambda one: one) if tried else contextlib.nullcontext():
             loss = model(torch.arange(64)[None], torch.tensor(0))
         loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-        return [*gradients, *model.buffers()]
+        return [*gradients_of(model), *model.buffers()]
 
     assert equal(found(False), found(True))

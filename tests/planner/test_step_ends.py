@@ -72,7 +72,6 @@ def test_an_optimizer_inside_of_a_reentrant_backward_ends_each_step_once(
         updated, ends = [], []
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: updated.append(1))
-        assert runtime.engine is not None
         take = runtime.engine.recorder.take
 
         def taken(user: str = "plan") -> Any:

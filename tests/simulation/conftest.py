@@ -17,7 +17,6 @@ Made = TypeVar("Made", bound=Any)
 def until_closed(made: Made) -> Iterator[Made]:
     """Of a fixture: `made`, whose engine and machine are closed after the test."""
     yield made
-    made.engine.close()
     made.machine.close()
 
 

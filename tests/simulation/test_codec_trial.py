@@ -39,7 +39,6 @@ def coding_on(machine: Machine, seconds: float) -> type[Coding]:
             return None if self.rule is None else self._floats
 
         def _work(self, nbytes: int, end: Any) -> None:
-            assert self.rule is not None
             self.device_seconds += nbytes * self.rule.encode
             machine.device.current_stream().work(nbytes * seconds, label="codec", end=end)
 
@@ -68,15 +67,11 @@ def offloading(
     link: float, seconds: float, rule: CodecRule | None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[tuple[Machine, OffloadEngine]]:
     """An engine that offloads everything over a link of so many GB/s."""
-    machine = Machine(link * GB, [(100 * GB, 100 * GB)])
-    monkeypatch.setattr(engine_module, "Coding", coding_on(machine, seconds))
-    options = EngineOptions(min_bytes=1024, buffer=32 * MiB, prefetch=16 * MiB, staged=True, codec=rule)
-    engine = machine.engine(options)
-    try:
+    with Machine(link * GB, [(100 * GB, 100 * GB)]) as machine:
+        monkeypatch.setattr(engine_module, "Coding", coding_on(machine, seconds))
+        options = EngineOptions(min_bytes=1024, buffer=32 * MiB, prefetch=16 * MiB, staged=True, codec=rule)
+        engine = machine.engine(options)
         yield machine, engine
-    finally:
-        engine.close()
-        machine.close()
 
 
 @pytest.mark.parametrize(

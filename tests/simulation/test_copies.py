@@ -196,14 +196,12 @@ def test_what_is_on_the_device_is_handed_out_also_after_a_close_that_timed_out(
 def test_a_host_tier_alone_stages_nothing() -> None:
     """Tensors larger than the arena, of which many are under way: all leave, and the host waits for none."""
     layers = (LayerTimes(0.01, 0.02, (8 * MiB,)),) * 8
-    machine = Machine(8 * MiB / 0.02, [])
-    engine = machine.engine(EngineOptions(min_bytes=1024, buffer=2 * MiB, staged=True), host_bytes=96 * MiB)
-    try:
+    with Machine(8 * MiB / 0.02, []) as machine:
+        engine = machine.engine(
+            EngineOptions(min_bytes=1024, buffer=2 * MiB, staged=True), host_bytes=96 * MiB
+        )
         train(machine, engine, layers)
         record, found = train(machine, engine, layers, seed=1), engine.snapshot()
-    finally:
-        engine.close()
-        machine.close()
     assert not record.wrong and found.offloaded_bytes == 2 * keep_peak(layers)
     assert found.store_wait_seconds == 0 and found.kept_late_bytes == 0
     assert found.activation_peak_bytes <= 4 * 8 * MiB

@@ -54,16 +54,12 @@ def test_a_limit_that_is_set_stays() -> None:
 
 
 def engine_after(layers: tuple[LayerTimes, ...], **options: Any) -> Any:
-    machine = Machine(400e6, [(400e6, 400e6)])
-    given = {"min_bytes": 1024, "buffer": 4 * MiB, "staged": True}
-    engine = machine.engine(EngineOptions(**{**given, **options}))
-    try:
+    with Machine(400e6, [(400e6, 400e6)]) as machine:
+        given = {"min_bytes": 1024, "buffer": 4 * MiB, "staged": True}
+        engine = machine.engine(EngineOptions(**{**given, **options}))
         for seed in range(2):
             assert not train(machine, engine, layers, seed=seed).wrong
         return engine
-    finally:
-        engine.close()
-        machine.close()
 
 
 LAYERS = (LayerTimes(0.02, 0.04, (MiB, MiB)),) * 6
@@ -110,33 +106,28 @@ def test_an_outlier_is_on_the_device_once() -> None:
 
 @pytest.mark.parametrize(
     ("order", "at_forwards"),
-    [
-        (one_after_the_other(2), [4, 8]),
-        (one_forward_one_backward(4, 2), [4, 4, 4, 4]),
-    ],
+    [(one_after_the_other(2), [4, 8]), (one_forward_one_backward(4, 2), [4, 4, 4, 4])],
     ids=["plain", "1F1B"],
 )
 def test_an_arena_grows_when_nothing_is_alive(order: list[tuple[str, int]], at_forwards: list[int]) -> None:
     """To pin memory may wait for the device, and that for another rank of the pipeline."""
-    machine = Machine(400e6, [(400e6, 400e6)])
-    engine = machine.engine(EngineOptions(min_bytes=1024, buffer=4 * MiB, buffer_limit=64 * MiB, staged=True))
-    seen: list[int] = []
-    begin = engine.begin_forward
+    with Machine(400e6, [(400e6, 400e6)]) as machine:
+        engine = machine.engine(
+            EngineOptions(min_bytes=1024, buffer=4 * MiB, buffer_limit=64 * MiB, staged=True)
+        )
+        seen: list[int] = []
+        begin = engine.begin_forward
 
-    def grow_and_begin(tape: Tape) -> None:
-        engine.grow(between_steps=False)
-        seen.append(engine.buffers.capacity // MiB)
-        begin(tape)
+        def grow_and_begin(tape: Tape) -> None:
+            engine.grow(between_steps=False)
+            seen.append(engine.buffers.capacity // MiB)
+            begin(tape)
 
-    engine.begin_forward = grow_and_begin  # type: ignore[method-assign]
-    try:
+        engine.begin_forward = grow_and_begin  # type: ignore[method-assign]
         assert not train(machine, engine, LAYERS, order=order).wrong
         assert seen == at_forwards
         assert engine.buffers.capacity == 8 * MiB, "at the end of the step"
         assert engine.mover.stores.limit == 4 * MiB
-    finally:
-        engine.close()
-        machine.close()
     engine.grow(between_steps=True)
     assert engine.buffers.capacity == 0, "it is closed"
 
@@ -146,7 +137,6 @@ def test_in_a_loop_that_announces_its_steps_an_arena_grows_between_them(steps: b
     config = load_config({"offload": {"directories": str(tmp_path), "amount": "all"}})
     grown: list[bool] = []
     with Runtime(config, torch.device("cpu")) as runtime:
-        assert runtime.engine is not None
         runtime.engine.grow = lambda *, between_steps: grown.append(between_steps)  # type: ignore[method-assign]
         weight = torch.ones(64, 64, requires_grad=True)
         for _ in range(2):
@@ -258,7 +248,6 @@ def test_other_threads_go_on_while_the_arena_is_unpinned_at_the_end(monkeypatch:
 
     monkeypatch.setattr(made.device, "host_register", lambda: lambda address, nbytes: unregister)
     engine = made.engine(EngineOptions(min_bytes=1024, buffer=4 * MiB, staged=True))
-    engine.close()
     made.close()
     assert free == [True]
 

@@ -23,17 +23,15 @@ from tests.support.simulated.training import LayerTimes, Machine, one_forward_on
 def steps(
     layers: tuple[LayerTimes, ...], policy: Parts, *, count: int = 3, host_bytes: int = 0, **machine: Any
 ) -> OffloadMetrics:
-    made = Machine(400e6, [(machine.pop("drive", 200e6),) * 2], memory=4e9, **machine)
-    options = EngineOptions(min_bytes=1024, in_flight=2 * MiB, buffer=4 * MiB, prefetch=2 * MiB, staged=True)
-    engine = made.engine(options, host_bytes=host_bytes, policy=policy)
-    try:
+    with Machine(400e6, [(machine.pop("drive", 200e6),) * 2], memory=4e9, **machine) as made:
+        options = EngineOptions(
+            min_bytes=1024, in_flight=2 * MiB, buffer=4 * MiB, prefetch=2 * MiB, staged=True
+        )
+        engine = made.engine(options, host_bytes=host_bytes, policy=policy)
         for seed in range(count):
             record = train(made, engine, layers, order=one_forward_one_backward(2, 2), seed=seed)
             assert not record.wrong and not record.host_syncs
         return engine.snapshot()
-    finally:
-        engine.close()
-        made.close()
 
 
 @pytest.mark.parametrize("part", [0.25, 0.5, 0.75])

@@ -34,16 +34,14 @@ def steps(
     microbatches: int = 1,
     **machine: Any,
 ) -> tuple[list[StepRecord], OffloadMetrics, StoreMetrics, Machine]:
-    made = Machine(400e6, [(drive, drive)], **machine)
-    options = EngineOptions(min_bytes=1024, in_flight=2 * MiB, buffer=4 * MiB, prefetch=2 * MiB, staged=True)
-    engine = made.engine(options, host_bytes=host_bytes)
-    try:
+    with Machine(400e6, [(drive, drive)], **machine) as made:
+        options = EngineOptions(
+            min_bytes=1024, in_flight=2 * MiB, buffer=4 * MiB, prefetch=2 * MiB, staged=True
+        )
+        engine = made.engine(options, host_bytes=host_bytes)
         order = one_after_the_other(microbatches)
         records = [train(made, engine, layers, order=order, seed=seed) for seed in range(count)]
         return records, engine.snapshot(), made.store.metrics, made
-    finally:
-        engine.close()
-        made.close()
 
 
 def test_copies_go_to_its_slots_and_nothing_waits_for_the_host() -> None:
@@ -99,7 +97,6 @@ def test_a_slot_is_not_reused_while_a_copy_uses_it(known: bool, monkeypatch: pyt
     streams.device.synchronize()
     assert (not streams.wrong) is known
     held.clear()
-    streams.engine.close()
     streams.machine.close()
 
 
@@ -121,5 +118,4 @@ def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
     assert engine.mover.loads.begin(region, on_demand=True), "it waits for a copy that brings no buffer"
     assert engine.snapshot().outside_bytes == MiB
     assert region.transfer.operation.wait(60)
-    engine.close()
     made.close()

@@ -109,10 +109,11 @@ def test_figures_are_exactly_repeatable() -> None:
 
 
 def test_a_wrong_byte_is_found() -> None:
-    machine = Machine(400e6, [(200e6, 200e6)])
-    engine = machine.engine(EngineOptions(min_bytes=1024, in_flight=4 * MiB, buffer=16 * MiB, staged=True))
-    read = machine.pool._bytes
-    try:
+    with Machine(400e6, [(200e6, 200e6)]) as machine:
+        engine = machine.engine(
+            EngineOptions(min_bytes=1024, in_flight=4 * MiB, buffer=16 * MiB, staged=True)
+        )
+        read = machine.pool._bytes
         layers = [LayerTimes(0.001, 0.001, (MiB,))] * 6
 
         class Spoilt(dict):  # type: ignore[type-arg]
@@ -125,6 +126,3 @@ def test_a_wrong_byte_is_found() -> None:
         machine.pool._bytes = Spoilt()
         record = train(machine, engine, layers)
         assert record.wrong
-    finally:
-        engine.close()
-        machine.close()

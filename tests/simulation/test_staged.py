@@ -62,21 +62,17 @@ def step(
     layers: tuple[LayerTimes, ...], drive: float, buffer: int, steps: int = 2, **machine: Any
 ) -> tuple[Any, Any, Machine]:
     """The last of some steps, and its counters."""
-    made = Machine(400e6, [(drive, drive)], **machine)
-    options = EngineOptions(
-        min_bytes=1024, in_flight=buffer // 2, buffer=buffer, prefetch=buffer // 2, staged=True
-    )
-    engine = made.engine(options)
-    try:
+    with Machine(400e6, [(drive, drive)], **machine) as made:
+        options = EngineOptions(
+            min_bytes=1024, in_flight=buffer // 2, buffer=buffer, prefetch=buffer // 2, staged=True
+        )
+        engine = made.engine(options)
         for seed in range(steps):
             before = engine.snapshot()
             engine.reset_peak()
             record = train(made, engine, layers, seed=seed)
             assert not record.wrong
         after = engine.snapshot()
-    finally:
-        engine.close()
-        made.close()
     return record, (before, after), made
 
 
@@ -154,7 +150,6 @@ def test_close_waits_for_copies_that_use_the_arena_and_unmaps_it() -> None:
     assert isinstance(transfer, StagedTransfer) and arena is not None
     # 1. A region was handed out and released while its copy to the device is under way: the copy alone uses the buffer.
     lease = engine.buffers.acquire(MiB)
-    assert lease is not None
     target = made.device.load_target(MiB)
     event = made.device.copy_to_device(lease.address, target.data_ptr(), MiB)
     transfer._return(lease, event, None, None)  # type: ignore[arg-type]

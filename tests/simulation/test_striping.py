@@ -36,35 +36,26 @@ class Run:
         for channel in self.machine.pool.drives[drive]:
             channel.bandwidth = bandwidth * GB
 
-    def close(self) -> None:
-        self.engine.close()
-        self.machine.close()
-
 
 @pytest.mark.parametrize("speeds", [(4.0, 1.0), (2.0, 2.0, 0.5)])
 def test_drives_of_unequal_speed_have_the_throughput_of_their_sum(speeds: tuple[float, ...]) -> None:
     together, single = Run(*speeds), Run(sum(speeds))
-    try:
+    with together.machine, single.machine:
         for _ in range(4):
             seconds, written = together.step()
             best, _ = single.step()
-    finally:
-        together.close()
-        single.close()
     assert seconds <= 1.1 * best
     assert 0.75 * max(speeds) / min(speeds) <= max(written) / min(written) <= 1.25 * max(speeds) / min(speeds)
 
 
 def test_a_drive_that_slows_down_gets_less_and_its_share_again_when_it_recovers() -> None:
     run = Run(2.5, 2.5)
-    try:
+    with run.machine:
         before = [run.step() for _ in range(3)][-1]
         run.speed(1, 0.25)
         slow = [run.step() for _ in range(4)]
         run.speed(1, 2.5)
         after = [run.step() for _ in range(5)][-1]
-    finally:
-        run.close()
     assert 0.9 <= before[1][0] / before[1][1] <= 1.1
     assert slow[-1][1][0] >= 7 * slow[-1][1][1]
     assert slow[-1][0] <= 0.5 * slow[0][0]  # the first step had half of its bytes on it

@@ -130,7 +130,7 @@ def test_memory_is_used_again_only_for_what_needs_most_of_it() -> None:
     small, large = targets.reserve(4095), targets.reserve(4096)
     assert small.memory.address != address and not small.memory.awaited
     assert large.memory.address == address and len(large.memory.awaited) == 1
-    assert large.tensor is not None and large.tensor.untyped_storage().nbytes() == 4096
+    assert large.tensor.untyped_storage().nbytes() == 4096
 
 
 def test_memory_that_is_out_of_use_serves_the_next_load_while_loads_go_on() -> None:

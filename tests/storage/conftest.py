@@ -93,14 +93,12 @@ def payload(nbytes: int, seed: int = 1) -> bytes:
 
 def filled(arena: Arena, nbytes: int, *, page_offset: int = 0, seed: int = 1) -> Lease:
     lease = arena.acquire(nbytes, page_offset=page_offset)
-    assert lease is not None
     lease.view()[:] = payload(nbytes, seed)
     return lease
 
 
 def blank(arena: Arena, nbytes: int, *, page_offset: int = 0) -> Lease:
     lease = arena.acquire(nbytes, page_offset=page_offset)
-    assert lease is not None
     lease.view()[:] = b"\xaa" * nbytes
     return lease
 

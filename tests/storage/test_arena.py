@@ -23,10 +23,10 @@ def test_a_lease_has_the_lead_that_was_asked_for_and_its_own_bytes(
     arena = Arena(4 * MiB, huge_pages=huge_pages)
     leases = [arena.acquire(n, page_offset=page_offset) for n in (1, 4096, 5000, 100_000, MiB)]
     for seed, lease in enumerate(leases):
-        assert lease is not None and lease.address % ALIGNMENT == page_offset
+        assert lease.address % ALIGNMENT == page_offset
         lease.view()[:] = payload(lease.nbytes, seed)
     for seed, lease in enumerate(leases):
-        assert lease is not None and bytes(lease.view()) == payload(lease.nbytes, seed), "leases overlap"
+        assert bytes(lease.view()) == payload(lease.nbytes, seed), "leases overlap"
         lease.release()
     assert arena.allocated == 0
     arena.close()
@@ -38,19 +38,17 @@ def test_a_full_arena_gives_none_and_gives_again_after_a_release(arena: Arena) -
     assert arena.peak == arena.allocated == arena.capacity
     lease.release()
     again = arena.acquire(arena.capacity)
-    assert again is not None
     again.release()
 
 
 def test_releasing_twice_releases_once(arena: Arena) -> None:
     first = arena.acquire(MiB)
-    assert first is not None
     first.release()
     second = arena.acquire(MiB)
-    assert second is not None and second.address == first.address
+    assert second.address == first.address
     first.release()
     third = arena.acquire(MiB)
-    assert third is not None and third.address != second.address
+    assert third.address != second.address
     second.release()
     third.release()
 
@@ -69,7 +67,6 @@ def test_threads_racing_to_release_release_once(arena: Arena) -> None:
 
 def test_a_given_lease_lives_as_long_as_the_last_tensor_of_its_storage(arena: Arena) -> None:
     lease = arena.acquire(4096)
-    assert lease is not None
     tensor = torch.frombuffer(lease.owning_view(), dtype=torch.uint8)
     address = lease.address
     del lease
@@ -89,7 +86,6 @@ def test_a_lease_whose_tensor_dies_in_a_cyclic_collection_under_the_arenas_lock_
     arena: Arena,
 ) -> None:
     lease = arena.acquire(4096)
-    assert lease is not None
     cycle: list[object] = [torch.frombuffer(lease.owning_view(), dtype=torch.uint8)]
     cycle.append(cycle)
     del lease, cycle
@@ -101,7 +97,6 @@ def test_a_lease_whose_tensor_dies_in_a_cyclic_collection_under_the_arenas_lock_
 def test_a_closed_arena_leases_nothing_and_unmaps_with_its_last_lease() -> None:
     arena = Arena(2 * MiB)
     lease = arena.acquire(10)
-    assert lease is not None
     view = lease.owning_view()
     arena.close()
     with pytest.raises(StoreClosed, match="closed"):
@@ -179,7 +174,6 @@ def test_released_bytes_are_poisoned_when_asked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("SSDTRAIN_POISON", "1")
     arena = Arena(2 * MiB)
     lease, neighbour = arena.acquire(4100, page_offset=64), arena.acquire(4100)
-    assert lease is not None and neighbour is not None
     lease.view()[:] = bytes(4100)
     neighbour.view()[:] = bytes(4100)
     lease.release()

@@ -3,13 +3,13 @@
 import json
 import random
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from ssdtrain.tools.bench.ratios import interval, paired_ratio
+from tests.support.processes import ran
 
 KEYS = {
     "write_ratio_fio", "read_ratio_fio", "busy_write_ratio", "busy_read_ratio", "cpu_s_per_gb", "python_engine_write_ratio",
@@ -20,9 +20,7 @@ def test_the_io_benchmark_ends_with_one_json_object(tmp_path: Path) -> None:
     if shutil.which("fio") is None:
         pytest.skip("the benchmark compares with fio, which is not installed here")
     command = [sys.executable, "-m", "benchmarks.io_engine", "--json", "--size", "32", "--repeats", "1"]
-    done = subprocess.run(
-        [*command, "--directory", str(tmp_path)], capture_output=True, text=True, check=True, timeout=280
-    )
+    done = ran([*command, "--directory", str(tmp_path)], timeout=280)
     lines = done.stdout.splitlines()
     figures = json.loads(lines[-1])
     assert figures.keys() >= KEYS and all(figures[key] > 0 for key in KEYS)

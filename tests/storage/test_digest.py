@@ -60,7 +60,6 @@ def test_the_bitwise_crc_is_the_published_one() -> None:
 def test_a_digest_is_crc_32c_in_three_lanes(way: str, arena: Arena) -> None:
     native = importlib.import_module("ssdtrain.storage._iopool")
     lease = arena.acquire(8192)
-    assert lease is not None
     lease.view()[:] = random.Random(1).randbytes(8192)
     for start, nbytes in [(n % 9, n) for n in range(60)] + [(0, 4096), (1, 4097), (7, 5000)]:
         data = bytes(lease.view()[start : start + nbytes])

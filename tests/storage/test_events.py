@@ -94,6 +94,7 @@ def test_events_are_awaited_in_order_by_one_thread(make_store: Make, arena: Aren
     slots = [store.reserve(MiB) for _ in range(3)]
     writes = [store.write(slot, source.address, after_event=n + 1) for n, slot in enumerate(slots)]
     events.passed |= {2, 3}
+    assert eventually(lambda: bool(events.queried))
     time.sleep(0.05)
     assert events.queried == [1] and not writes[1].done()
     events.passed.add(1)

@@ -73,22 +73,6 @@ def test_a_seed_gives_the_same_failures_every_time(tmp_path: Path, arena: Arena)
     assert other != reference
 
 
-@pytest.mark.parametrize("kind", ["short", "interrupt"])
-def test_short_and_interrupted_transfers_are_finished(make_store: Make, arena: Arena, kind: str) -> None:
-    store = make_store(faults=Faults(seed=5, **{kind: 0.9}))
-    for nbytes in (1, 4097, 3 * MiB + 1):
-        source = filled(arena, nbytes, page_offset=64)
-        slot = store.reserve(nbytes)
-        assert store.write(slot, source.address).wait(30)
-        for page_offset in (64, 0):
-            target = blank(arena, nbytes, page_offset=page_offset)
-            assert store.read(slot, target.address).wait(30)
-            assert bytes(target.view()) == payload(nbytes)
-            target.release()
-        store.free(slot)
-        source.release()
-
-
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_chosen_operations_fail_with_the_chosen_error_and_no_others(
     make_store: Make, arena: Arena, code: int
@@ -108,14 +92,6 @@ def test_chosen_operations_fail_with_the_chosen_error_and_no_others(
     with pytest.raises(IOFailure):
         store.read(slot, target.address).wait(30)
     assert store.read(slot, target.address).wait(30) and bytes(target.view()) == payload(20 * MiB)
-
-
-def test_pieces_of_a_torn_operation_still_make_it_whole(make_store: Make, arena: Arena) -> None:
-    store = make_store(2, faults=Faults(seed=3, torn=True, delay=0.5, max_delay=0.002), threads=1)
-    source = filled(arena, 30 * MiB)
-    slot = store.reserve(30 * MiB)
-    assert store.write(slot, source.address).wait(30)
-    assert contents(store, slot, arena) == payload(30 * MiB)
 
 
 def test_the_host_tier_never_fails(make_store: Make, arena: Arena) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ssdtrain.storage import IOCancelled, IOFailure, SpillStore, gpudirect, memory
+from ssdtrain.storage import IOFailure, SpillStore, gpudirect, memory
 from ssdtrain.storage.memory import ALIGNMENT
 from tests.support.kvikio_stand_in import CompatMode, KvikioStandIn, install
 
@@ -138,18 +137,6 @@ def test_a_failure_is_the_operations_error(
     assert f"cuFile error: {kind} failed" in caplog.text
 
 
-def test_a_write_begins_when_its_event_has_passed(stand_in: KvikioStandIn, tmp_path: Path) -> None:
-    with made(tmp_path, event_query=_atoi) as store:
-        source, event = filled(ALIGNMENT), Digits()
-        slot = store.reserve(ALIGNMENT)
-        operation = store.transfer_device(slot, source.address, into=True, after_event=event.handle)
-        time.sleep(0.01)
-        assert not operation.begun() and stand_in.written == 0
-        event.complete()
-        assert operation.wait(30) and stand_in.written == ALIGNMENT
-        source.close()
-
-
 def test_a_read_does_not_wait_for_the_events_of_writes(stand_in: KvikioStandIn, tmp_path: Path) -> None:
     """Backward waits for it, and a write may wait for all that is computed until its tensor is there."""
     with made(tmp_path, event_query=_atoi) as store:
@@ -162,44 +149,6 @@ def test_a_read_does_not_wait_for_the_events_of_writes(stand_in: KvikioStandIn, 
         assert read.wait(30) and not write.done()
         pending.complete()
         assert write.wait(30)
-        source.close()
-
-
-def test_a_transfer_can_be_cancelled_while_its_event_has_not_passed(
-    stand_in: KvikioStandIn, tmp_path: Path
-) -> None:
-    with made(tmp_path, event_query=_atoi) as store:
-        source, event = filled(ALIGNMENT), Digits()
-        operation = store.transfer_device(
-            store.reserve(ALIGNMENT), source.address, into=True, after_event=event.handle
-        )
-        assert operation.cancel()
-        assert isinstance(operation.failed(), IOCancelled)
-        source.close()
-    assert stand_in.written == 0
-
-
-def test_a_store_closes_though_an_event_never_passes(stand_in: KvikioStandIn, tmp_path: Path) -> None:
-    store = made(tmp_path, event_query=_atoi)
-    source, event = filled(ALIGNMENT), Digits()
-    operation = store.transfer_device(
-        store.reserve(ALIGNMENT), source.address, into=True, after_event=event.handle
-    )
-    store.close()
-    assert isinstance(operation.failed(), IOCancelled) and stand_in.open_files == 0
-    source.close()
-
-
-def test_a_failed_event_is_no_failure_of_the_drive(stand_in: KvikioStandIn, tmp_path: Path) -> None:
-    with made(tmp_path, event_query=_atoi) as store:
-        source, event = filled(ALIGNMENT), Digits()
-        slot = store.reserve(ALIGNMENT)
-        operation = store.transfer_device(slot, source.address, into=True, after_event=event.handle)
-        event.complete(b"700")
-        with pytest.raises(IOFailure, match="CUDA error 700") as raised:
-            operation.wait(30)
-        store.retire(slot, raised.value)
-        assert not store.metrics.drives[0].retired
         source.close()
 
 

@@ -49,7 +49,7 @@ def test_a_killed_process_leaves_no_space_and_no_name(
     mount = small_filesystem(64 * MiB)
     empty = free_bytes(mount)
     process = spawn(WORKING + "    print('working', flush=True)\n    work()\n", mount, engine)
-    assert process.stdout is not None and process.stdout.readline() == "working\n"
+    assert process.stdout.readline() == "working\n"
     time.sleep(moment)
     assert free_bytes(mount) <= empty - 40 * MiB and os.listdir(mount) == []
     process.send_signal(end)
@@ -216,16 +216,15 @@ def test_a_living_child_does_not_hold_the_space(
 ) -> None:
     mount = small_filesystem(16 * MiB)
     empty = free_bytes(mount)
-    store = SpillStore([mount], engine=engine, capacity=8 * MiB)
-    store.reserve(4 * MiB)
-    ready, go = os.pipe(), os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(ready[1], b"x")
-        os.read(go[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    store.close()
+    with SpillStore([mount], engine=engine, capacity=8 * MiB) as store:
+        store.reserve(4 * MiB)
+        ready, go = os.pipe(), os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+            os._exit(0)
+        os.read(ready[0], 1)
     assert free_bytes(mount) == empty, "the child still holds the spill file"
     os.write(go[1], b"x")
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

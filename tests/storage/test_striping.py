@@ -100,7 +100,6 @@ def test_the_parts_of_a_large_slot_are_in_proportion_too(made: Callable[..., Tra
     for _ in range(3):
         run.step()
     extents = run.striped.reserve(9 * MiB)
-    assert extents is not None
     lengths = dict(zip(extents[::3], extents[2::3], strict=True))
     assert sum(lengths.values()) == image_bytes(9 * MiB)
     assert all(length > 0 and length % ALIGNMENT == 0 for length in lengths.values())
@@ -116,7 +115,7 @@ def test_a_fast_drive_with_less_room_than_its_share_leaves_more_to_the_others(
         run.step(slots=16)
     assert max(run.striped.costs) > 5
     extents = run.striped.reserve(40 * MiB)  # its share of this is more than the fast drive has
-    assert extents is not None and set(extents[::3]) == {0, 1}
+    assert set(extents[::3]) == {0, 1}
     assert run.striped.reserve(40 * MiB) is None
 
 
@@ -166,12 +165,11 @@ def test_a_store_measures_its_drives_itself(make_store: Callable[..., SpillStore
 
 
 def test_host_memory_without_drives_can_be_full(engine: str) -> None:
-    store = SpillStore([], host_bytes=4 * MiB, engine=engine)
-    slots = []
-    with pytest.raises(StoreFull):
-        while len(slots) < 100:
-            slots.append(store.reserve(MiB))
-    assert slots
-    for slot in slots:
-        store.free(slot)
-    store.close()
+    with SpillStore([], host_bytes=4 * MiB, engine=engine) as store:
+        slots = []
+        with pytest.raises(StoreFull):
+            while len(slots) < 100:
+                slots.append(store.reserve(MiB))
+        assert slots
+        for slot in slots:
+            store.free(slot)

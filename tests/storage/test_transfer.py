@@ -55,18 +55,6 @@ def test_bytes_come_back_whatever_the_alignments(
     assert store.metrics.live_bytes == 0
 
 
-def test_many_slots_keep_apart(make_store: Callable[..., SpillStore], arena: Arena) -> None:
-    store = make_store(2, host_bytes=2 * MiB, stripe=64 << 10)
-    sizes = [1, 4000, 70_000, 123_456, MiB] * 6
-    leases = [filled(arena, n, page_offset=(64 * i) % ALIGNMENT, seed=i) for i, n in enumerate(sizes)]
-    slots = [store.reserve(n) for n in sizes]
-    assert {slot.tier for slot in slots} == {"host", "ssd"}
-    for operation in [store.write(slot, lease.address) for slot, lease in zip(slots, leases, strict=True)]:
-        assert operation.wait(30)
-    for i, slot in enumerate(slots):
-        assert contents(store, slot, arena) == payload(sizes[i], i)
-
-
 def test_a_slot_may_be_written_again_from_another_alignment(
     make_store: Callable[..., SpillStore], arena: Arena
 ) -> None:

@@ -130,7 +130,6 @@ def test_a_second_worker_joins_for_a_backlog_and_a_read_waits_for_no_write(
     writes.append(large.write(defer=False))
     assert eventually(writes[1].begun), "24 MiB are one"
     target = arena.acquire(4096)
-    assert target is not None
     assert store.read(small.slots[0], target.address).wait(30)
     target.release()
     store.pool.release()

@@ -14,6 +14,7 @@ class Before:
     """A context manager: before the bytecode of this number that runs in the files of `modules`, `what` is called; 0: never.
 
     Args:
+        modules: or names of their files.
         functions: names of those whose bytecodes count; (): of all.
 
     Attributes:
@@ -24,12 +25,12 @@ class Before:
         self,
         number: int,
         what: Callable[[], object],
-        modules: Iterable[ModuleType],
+        modules: Iterable[ModuleType | str],
         functions: Collection[str] = (),
     ) -> None:
         self.number, self.what, self.count = number, what, 0
         self._functions = functions
-        self._files = {module.__file__ for module in modules}
+        self._files = {module if isinstance(module, str) else module.__file__ for module in modules}
 
     def __enter__(self) -> Before:
         # Python 3.12 reports opcodes only where some frame asked for them before the trace was set.
@@ -56,7 +57,7 @@ class Before:
         return self._opcode
 
 
-def count_bytecodes(run: Callable[[], object], modules: Iterable[ModuleType]) -> int:
+def count_bytecodes(run: Callable[[], object], modules: Iterable[ModuleType | str]) -> int:
     """How many bytecodes `run` takes in the files of `modules`."""
     for _ in range(2):  # Python 3.13 reports a function's opcodes from its second traced call on
         with Before(0, int, modules) as counted:

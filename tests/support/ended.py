@@ -18,7 +18,6 @@ def ended(statistics: Callable[[], RuntimeMetrics | None]) -> RuntimeMetrics:
 
     def taken() -> int:
         found = statistics()
-        assert found is not None
         return int(found.store.live_slots)
 
     gc.collect()

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ssdtrain.device import Event, HostTimestamp
+from ssdtrain.device import CpuDevice, Event
 
 __all__ = ["LaggingDevice"]
 
@@ -77,8 +77,8 @@ class _Stream:
         self._thread.join()
 
 
-class LaggingDevice:
-    """An `ssdtrain.device.Device` over CPU tensors.
+class LaggingDevice(CpuDevice):
+    """Copies to what is called the host, and back, are late.
 
     Args:
         seed: of the delays.
@@ -107,12 +107,6 @@ class LaggingDevice:
         if self._store.last is not None:
             self._store.last.synchronize()
 
-    def timestamp(self) -> HostTimestamp:
-        return HostTimestamp(time.monotonic())
-
-    def link_bandwidth(self) -> None:
-        return None
-
     def copy_bandwidth(self) -> None:
         return None
 
@@ -120,9 +114,6 @@ class LaggingDevice:
         block = torch.empty(nbytes, dtype=torch.uint8)
         self._blocks.add(block)
         return block
-
-    def clone(self, source: torch.Tensor) -> torch.Tensor:
-        return source.clone()
 
     def copy_to_host(self, source: int, target: int, nbytes: int) -> _Event:
         return self._store.copy(source, target, nbytes, (), None)
@@ -134,9 +125,6 @@ class LaggingDevice:
         around = (one for one in self._blocks if 0 <= target - one.data_ptr() < one.numel())
         return self._load.copy(source, target, nbytes, after, next(around, None))
 
-    def record(self, stream: Any | None) -> None:
-        return None  # the host has done all that was queued
-
     def event_handle(self, event: Any) -> int:
         return 0 if event is None else event.handle
 
@@ -147,29 +135,11 @@ class LaggingDevice:
         event.synchronize()
         return True
 
-    def progress(self) -> int:
-        return 0
-
     def current_stream(self) -> str:
         return "the host"
 
-    def wait_stream(self, stream: Any | None) -> None:
-        return None
-
-    def record_use(self, tensor: torch.Tensor) -> None:
-        return None
-
-    def capturing(self) -> bool:
-        return False
-
-    def writes_pinned(self) -> bool:
-        return False
-
     def host_register(self) -> Callable[[int, int], Callable[[], None]]:
         return lambda address, nbytes: lambda: None
-
-    def numa_node(self) -> None:
-        return None
 
     def event_functions(self) -> dict[str, int]:
         return {"event_query": ctypes.cast(_libc.atoi, ctypes.c_void_p).value or 0}

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.two_nodes.ports import free_port
 
@@ -71,6 +72,17 @@ def forked(
         outputs = [Path(directory, str(rank)) for rank in range(world)]
         texts = [output.read_text(errors="replace") if output.exists() else "" for output in outputs]
     return _checked(f"{module} {' '.join(arguments)}", statuses, texts, said)
+
+
+def ran(command: Sequence[str], timeout: float = 280, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program, as `subprocess.run` does, and read all that it prints.
+
+    Raises:
+        AssertionError: it failed; the message has what it printed.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False, **more)
+    assert done.returncode == 0, (done.stdout + done.stderr)[-6000:]
+    return done
 
 
 def start(world: int, command: Sequence[str], timeout: float = 280, **more: str) -> str:

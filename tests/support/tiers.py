@@ -15,3 +15,10 @@ def tiered(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
         else pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
         for value in values
     ]
+
+
+def tier(name: str, quick: Collection[str], slow: Collection[str]) -> list[pytest.MarkDecorator]:
+    """The marker of the tier that trains the row."""
+    if name in quick:
+        return []
+    return [pytest.mark.slow if name in slow else pytest.mark.long]

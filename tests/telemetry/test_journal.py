@@ -167,7 +167,6 @@ class NoEnd(io.StringIO):
 
 def test_a_file_that_cannot_be_closed_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     closing = Journal(tmp_path, 0, 0)
-    assert closing._stream is not None
     closing._stream.close()
     closing._stream = NoEnd()
     closing.close()

@@ -52,7 +52,6 @@ def test_modules_of_a_chosen_step_add_up_to_its_totals(tmp_path: Path, amount: s
     model = make_model()
     with ssdtrain.attach(model, config(tmp_path, amount=amount)) as runtime:
         train(runtime, model, 5)
-        assert runtime.engine is not None
         assert not runtime.engine.modules.watching
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines if "modules" in line] == [2, 4]
@@ -83,7 +82,7 @@ def test_what_backward_needs_before_its_store_has_begun_counts_as_kept(tmp_path:
                 y = model(torch.randn(256, 64))
             first = runtime.engine.mover.stores.oldest()
             pool.flush()
-            assert first is not None and eventually(first.begun)
+            assert eventually(first.begun)
             y.sum().backward()
             pool.release()
             assert first.wait(30)
@@ -97,7 +96,6 @@ def test_what_backward_needs_before_its_store_has_begun_counts_as_kept(tmp_path:
 def test_waits_have_names_of_modules_also_in_steps_that_are_not_chosen(tmp_path: Path) -> None:
     model = make_model()
     with ssdtrain.attach(model, config(tmp_path)) as runtime:
-        assert runtime.engine is not None
         waited = runtime.engine.metrics.count_load_wait
         train(runtime, model, 2)
         waited(
@@ -122,7 +120,7 @@ def test_a_trace_and_chosen_steps_leave_each_other_the_names(tmp_path: Path, tra
     sections["report"]["trace"] = trace
     with ssdtrain.attach(model, sections) as runtime:
         train(runtime, model, 6)
-        assert runtime.engine is not None and not runtime.engine.modules.watching
+        assert not runtime.engine.modules.watching
     modules = {f"{i}.{j}" for i in range(LAYERS) for j in (0, 1)}
     for line in lines_of(tmp_path):
         assert {one["module"] for one in line.get("modules", ())} == (
@@ -137,7 +135,6 @@ def test_a_place_where_several_modules_were_seen_has_no_name(tmp_path: Path) -> 
     model = make_model()
     with ssdtrain.attach(model, config(tmp_path)) as runtime:
         train(runtime, model, 2)
-        assert runtime.engine is not None
         (feature,) = [one for one in runtime.features if isinstance(one, ModuleBytes)]
         assert feature.names["chunk 0, region 0"] == "0.0"
         for _ in range(2):  # as where the first layer was left out

@@ -129,7 +129,7 @@ def test_a_journal_may_close_at_any_moment_of_the_end_of_a_step(tmp_path: Path) 
         with Before(number, journal.close, [journal_module, lines]) as at:
             journal.step(1, figures)
         journal.close()
-        assert file is not None and file.read_text().count("\n") in (0, 1)
+        assert file.read_text().count("\n") in (0, 1)
         return at.count
 
     end_step(0)

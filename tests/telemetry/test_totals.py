@@ -134,7 +134,6 @@ def test_a_codec_makes_written_bytes_fewer_than_offloaded_ones(tmp_path: Path) -
 def test_bytes_are_shown_for_each_tier(tmp_path: Path) -> None:
     runtime, _ = train(tmp_path, {"host": "4MiB"})
     found = runtime.statistics()
-    assert found is not None
     values = found.values()
     assert values["host_bytes_written"] > 0 and values["ssd_bytes_written"] > 0
     assert values["host_bytes_written"] + values["ssd_bytes_written"] == values["offloaded_bytes"]
@@ -162,16 +161,15 @@ def test_what_activations_would_take_is_known_and_small_models_get_small_buffers
 
 
 def test_nothing_is_allocated_for_loads_that_never_come(tmp_path: Path) -> None:
-    runtime = Runtime(
+    with Runtime(
         load_config({"offload": {"directories": str(tmp_path / "ssd")}, "report": {"interval": 0}})
-    )
-    block = Block()
-    with runtime.step(), runtime.forward(keep=True):
-        loss = block(INPUT)
-    with runtime.backward():
-        loss.backward()
-    assert runtime.statistics().offload.buffer_bytes == 0  # type: ignore[union-attr]
-    runtime.close()
+    ) as runtime:
+        block = Block()
+        with runtime.step(), runtime.forward(keep=True):
+            loss = block(INPUT)
+        with runtime.backward():
+            loss.backward()
+        assert runtime.statistics().offload.buffer_bytes == 0  # type: ignore[union-attr]
 
 
 def test_the_table_has_units_and_no_rounded_zero(tmp_path: Path) -> None:
@@ -235,7 +233,6 @@ def test_a_wait_of_less_than_a_hundredth_limits_nothing(
     waited: float, second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime, _ = train(tmp_path, {}, report={"interval": 10**9})
-    assert runtime.engine is not None
     counted, seconds = runtime.engine.metrics, runtime.statistics().step_seconds  # type: ignore[union-attr]
     counted.load_wait_seconds = waited * seconds + 0.0001 * seconds
     counted.store_wait_seconds = 0.0

@@ -64,12 +64,11 @@ def traced(directory: Path, trace: Any, *, steps: int, rank: int = 0, **offload:
     faults = Faults(
         delay=1.0, max_delay=0.02
     )  # so that training has something to wait for, whatever else runs
-    runtime = Runtime(
+    with Runtime(
         load_config(config(directory, trace, **offload)), Placement.of("cpu", rank), seams=Seams(faults)
-    )
-    runtime.register(model)
-    train(runtime, model, steps, microbatches=2)
-    runtime.close()
+    ) as runtime:
+        runtime.register(model)
+        train(runtime, model, steps, microbatches=2)
     return directory / "out" / f"trace-rank-{rank}.json"
 
 
@@ -132,18 +131,16 @@ def test_the_events_nest_cover_the_steps_and_name_modules(tmp_path: Path) -> Non
 
 def test_waits_are_those_of_the_metrics(tmp_path: Path) -> None:
     model = make_model()
-    runtime = Runtime(load_config(config(tmp_path, "1-3", codec="int8", prefetch=0)))
-    runtime.register(model)
-    assert runtime.engine is not None
-    for _ in range(3):
-        with runtime.step():
-            with runtime.forward():
-                loss = model(torch.randn(256, 64)).square().sum()
-            settled(runtime)  # all is in the tier, and nothing is read ahead
-            with runtime.backward():
-                loss.backward()
-    found = runtime.engine.snapshot()
-    runtime.close()
+    with Runtime(load_config(config(tmp_path, "1-3", codec="int8", prefetch=0))) as runtime:
+        runtime.register(model)
+        for _ in range(3):
+            with runtime.step():
+                with runtime.forward():
+                    loss = model(torch.randn(256, 64)).square().sum()
+                settled(runtime)  # all is in the tier, and nothing is read ahead
+                with runtime.backward():
+                    loss.backward()
+        found = runtime.engine.snapshot()
     events = spans(tmp_path / "out" / "trace-rank-0.json")
     waited = sum(event["dur"] for event in of_kind(events, "wait")) / 1e6
     assert waited == pytest.approx(found.stall_seconds, rel=1e-3)
@@ -154,22 +151,21 @@ def test_waits_are_those_of_the_metrics(tmp_path: Path) -> None:
 
 def test_steps_that_are_not_traced_leave_no_hook_and_record_nothing(tmp_path: Path) -> None:
     model = make_model()
-    runtime = Runtime(load_config(config(tmp_path, [2])))
-    runtime.register(model)
-    engine = runtime.engine
-    assert engine is not None
+    with Runtime(load_config(config(tmp_path, [2]))) as runtime:
+        runtime.register(model)
+        engine = runtime.engine
+        assert engine is not None
 
-    def off() -> bool:
-        hooks = any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
-        recorders = engine.recorder.active, engine.meter.record, engine.metrics.spans is not None
-        return not hooks and not any(recorders)
+        def off() -> bool:
+            hooks = any(module._forward_pre_hooks or module._forward_hooks for module in model.modules())
+            recorders = engine.recorder.active, engine.meter.record, engine.metrics.spans is not None
+            return not hooks and not any(recorders)
 
-    assert off()
-    train(runtime, model, 1)
-    assert not off()  # step 2 begins
-    train(runtime, model, 1)
-    assert off()
-    runtime.close()
+        assert off()
+        train(runtime, model, 1)
+        assert not off()  # step 2 begins
+        train(runtime, model, 1)
+        assert off()
 
 
 def test_a_picture_of_memory_beside_a_trace_leaves_no_timeline_behind(
@@ -180,48 +176,44 @@ def test_a_picture_of_memory_beside_a_trace_leaves_no_timeline_behind(
         memory_plot, "draw_memory", lambda panels, _: measured.append(len(panels[0].measured))
     )
     model = make_model()
-    runtime = Runtime(load_config(config(tmp_path, [3])))
-    runtime.register(model)
-    assert runtime.engine is not None
-    meter = runtime.engine.meter
-    plot = PlanPlot(tmp_path / "plan.png", meter)
-    plot._panel = MemoryPanel("a plan", [(0.0, 0)], (), 0)
-    train(runtime, model, 1)
-    plot.step_ended()
-    train(runtime, model, 1)
-    plot.step_ended()  # while step 3 is traced
-    train(runtime, model, 1)
-    assert not meter.record and not meter.timeline
-    runtime.close()
+    with Runtime(load_config(config(tmp_path, [3]))) as runtime:
+        runtime.register(model)
+        meter = runtime.engine.meter
+        plot = PlanPlot(tmp_path / "plan.png", meter)
+        plot._panel = MemoryPanel("a plan", [(0.0, 0)], (), 0)
+        train(runtime, model, 1)
+        plot.step_ended()
+        train(runtime, model, 1)
+        plot.step_ended()  # while step 3 is traced
+        train(runtime, model, 1)
+        assert not meter.record and not meter.timeline
     events = json.loads((tmp_path / "out" / "trace-rank-0.json").read_text())["traceEvents"]
     assert measured[0] > 2 < sum(event["ph"] == "C" for event in events)
 
 
 def test_the_step_of_a_resumed_run_is_the_number_that_it_ends_with(tmp_path: Path) -> None:
     model = make_model()
-    runtime = Runtime(load_config(config(tmp_path, [1, 102])))
-    runtime.register(model)
-    for number in (101, 102, 103):
-        runtime.step_begin()
-        with runtime.forward():
-            loss = model(torch.randn(256, 64)).sum()
-        loss.backward()
-        runtime.step_end(number=number)
-    runtime.close()
+    with Runtime(load_config(config(tmp_path, [1, 102]))) as runtime:
+        runtime.register(model)
+        for number in (101, 102, 103):
+            runtime.step_begin()
+            with runtime.forward():
+                loss = model(torch.randn(256, 64)).sum()
+            loss.backward()
+            runtime.step_end(number=number)
     steps = of_kind(spans(tmp_path / "out" / "trace-rank-0.json"), "step")
     assert [step["name"] for step in steps] == ["step 102"]
 
 
 def test_an_automatic_amount_still_plans_from_traced_steps(tmp_path: Path) -> None:
     model = make_model()
-    runtime = Runtime(load_config(config(tmp_path, "1-30", amount="auto")), logs=False)
-    runtime.register(model)
-    for _ in range(30):
-        train(runtime, model, 1)
-        if runtime.engine is not None and runtime.engine.policy.plans:  # type: ignore[attr-defined]
-            break
-    assert runtime.engine is not None and runtime.engine.policy.plans  # type: ignore[attr-defined]
-    runtime.close()
+    with Runtime(load_config(config(tmp_path, "1-30", amount="auto")), logs=False) as runtime:
+        runtime.register(model)
+        for _ in range(30):
+            train(runtime, model, 1)
+            if runtime.engine is not None and runtime.engine.policy.plans:  # type: ignore[attr-defined]
+                break
+        assert runtime.engine is not None and runtime.engine.policy.plans  # type: ignore[attr-defined]
     assert of_kind(spans(tmp_path / "out" / "trace-rank-0.json"), "save")
 
 

@@ -147,7 +147,7 @@ def test_the_first_step_has_its_time_from_its_first_forward(
         model(torch.randn(256, 64))
         found = runtime.statistics()
     assert [line["step_seconds"] for line in lines(tmp_path)] == [4.0, 4.0]
-    assert found is not None and found.step_seconds == 8.0 and found.steps == 2
+    assert found.step_seconds == 8.0 and found.steps == 2
 
 
 @pytest.mark.parametrize("interval", [0, 100])
@@ -166,10 +166,9 @@ def test_what_offloading_checks_by_steps_is_checked(
     section = {"directories": directories, "min_bytes": "4KiB", "amount": "all", "prove_steps": 2}
     model = make_model()
     with ssdtrain.attach(
-        model,
-        {"offload": {**section, "endurance": {"tbw": "1KB"}}, "report": {"interval": interval}},
+        model, {"offload": {**section, "endurance": {"tbw": "1KB"}}, "report": {"interval": interval}}
     ) as runtime:
         train(model, 5, runtime)
-        assert runtime.engine is not None and runtime.engine.prover is None
+        assert runtime.engine.prover is None
         assert "life" in str(runtime.statistics())
     assert "wears out" in caplog.text

@@ -111,19 +111,6 @@ def library_model(kind: str) -> tuple[nn.Module, CountedStep]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "bert", "t5"])
-def test_models_of_a_library_are_counted_as_they_are_measured(kind: str) -> None:
-    pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model, step = library_model(kind)
-    model.train()
-    measured = count_saved_bytes(model, step, *model.buffers())
-    estimated = count_blocks(lambda: library_model(kind))
-    assert len(estimated.blocks) == (6 if kind == "t5" else 3)
-    assert estimated.saved == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "mixtral", "bert", "t5"])
 def test_a_config_of_a_library_is_counted_as_its_model_is_measured(kind: str, tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model, _ = library_model(kind)
@@ -134,13 +121,6 @@ def test_a_config_of_a_library_is_counted_as_its_model_is_measured(kind: str, tm
     real, step = build(BATCH)
     assert type(real) is type(model)
     measured = count_saved_bytes(real, step, *real.buffers())
-    assert count_blocks(lambda: build(BATCH)).saved == pytest.approx(measured, rel=0.05)
-
-
-@pytest.mark.slow
-def test_what_is_no_config_of_a_library_is_named(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    file = tmp_path / "config.json"
-    file.write_text('{"model_type": "gpt2", "architectures": ["NoSuchModel"]}')
-    with pytest.raises(ValueError, match="NoSuchModel"):
-        from_config(file, SEQUENCE)
+    estimated = count_blocks(lambda: build(BATCH))
+    assert len(estimated.blocks) == (6 if kind == "t5" else 3)
+    assert estimated.saved == pytest.approx(measured, rel=0.05)

@@ -15,15 +15,15 @@ The kernels never make the host wait for the device, and there is no silent fall
 
 from __future__ import annotations
 
+import importlib
 import logging
 import os
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
-
-from ssdtrain.codecs.base import Header, Key, Pieces
-from ssdtrain.codecs.scales import BlockFormat
 
 _log = logging.getLogger(__name__)
 
@@ -57,77 +57,23 @@ def usable(backend: str, *tensors: Tensor) -> bool:
     return backend == "auto" and all(t.is_cuda for t in tensors) and _triton_available()
 
 
-def block_encode(
-    codec: BlockFormat,
-    flat: Tensor,
-    payload: Tensor,
-    header: Header,
-    key: Key | None,
-    source: torch.dtype,
-    pieces: Pieces | None = None,
-) -> None:
-    """Encode `flat` [numel], or several pieces of that size, into `payload`, headers and finite flags included."""
-    from ssdtrain.codecs.kernels import block
+def _launcher(module: str, function: str, at: int) -> Callable[..., Any]:
+    """Make the function that calls a function of one of the modules here, on the device of its argument number `at`."""
 
-    with torch.cuda.device_of(flat):
-        block.encode(codec, flat, payload, header, key, source, pieces)
+    def launch(*arguments: Any) -> Any:
+        kernels = importlib.import_module(f"{__name__}.{module}")
+        with torch.cuda.device_of(arguments[at]):
+            return getattr(kernels, function)(*arguments)
+
+    return launch
 
 
-def block_decode(codec: BlockFormat, body: Tensor, out: Tensor, accumulate: bool) -> None:
-    """Decode into `out` [numel], or add to it."""
-    from ssdtrain.codecs.kernels import block
-
-    with torch.cuda.device_of(out):
-        block.decode(codec, body, out, accumulate)
-
-
-def mask_pack(flat: Tensor, packed: Tensor) -> None:
-    """Write bool `flat` [numel] to the bits of `packed` [numel / 8, rounded up]."""
-    from ssdtrain.codecs.kernels import mask
-
-    with torch.cuda.device_of(flat):
-        mask.pack(flat, packed)
-
-
-def mask_unpack(packed: Tensor, out: Tensor) -> None:
-    """Write the bits of `packed` to bool `out` [numel]."""
-    from ssdtrain.codecs.kernels import mask
-
-    with torch.cuda.device_of(out):
-        mask.unpack(packed, out)
-
-
-def exact_encode(flat: Tensor, payload: Tensor, header: Header, pieces: Pieces | None = None) -> bool:
-    """Encode `flat` [numel], or several pieces of that size, into `payload`, headers and flags included; False if it was not
-    done: pieces that are not aligned."""
-    from ssdtrain.codecs.kernels import exact
-
-    with torch.cuda.device_of(flat):
-        return exact.encode(flat, payload, header, pieces)
-
-
-def exact_decode(body: Tensor, out: Tensor) -> None:
-    """Decode into `out` [whole groups of 512]."""
-    from ssdtrain.codecs.kernels import exact
-
-    with torch.cuda.device_of(out):
-        exact.decode(body, out)
-
-
-def rotate(flat: Tensor, rotated: Tensor, signs: Tensor, unit: float) -> None:
-    """Hadamard rotation of blocks as long as `signs`; `rotated` is float32, padded to whole blocks."""
-    from ssdtrain.codecs.kernels import hadamard
-
-    with torch.cuda.device_of(flat):
-        hadamard.rotate(flat, rotated, signs, unit)
-
-
-def unrotate(rotated: Tensor, out: Tensor, signs: Tensor, unit: float, accumulate: bool) -> None:
-    """The inverse into `out` [numel], or onto it."""
-    from ssdtrain.codecs.kernels import hadamard
-
-    with torch.cuda.device_of(out):
-        hadamard.unrotate(rotated, out, signs, unit, accumulate)
+block_encode, block_decode = _launcher("block", "encode", 1), _launcher("block", "decode", 2)
+mask_pack, mask_unpack = _launcher("mask", "pack", 0), _launcher("mask", "unpack", 1)
+exact_encode, exact_decode = _launcher("exact", "encode", 0), _launcher("exact", "decode", 1)
+rotate, unrotate = _launcher("hadamard", "rotate", 0), _launcher("hadamard", "unrotate", 1)
+zfp_encode, zfp_decode = _launcher("zfp", "encode", 0), _launcher("zfp", "decode", 1)
+_copy_where_set = _launcher("overflow", "copy_where_set", 1)
 
 
 def checksum(words: Tensor, place: int, mix: int) -> Tensor:
@@ -140,23 +86,4 @@ def checksum(words: Tensor, place: int, mix: int) -> Tensor:
 
 def copy_where_set(flag: Tensor, source: Tensor, target: Tensor, host: int = 0, first: int = 0) -> None:
     """Copy `source` to `target` where `flag` [1] is not zero, and its values from `first` on also to the address `host`."""
-    from ssdtrain.codecs.kernels import overflow
-
-    with torch.cuda.device_of(source):
-        overflow.copy_where_set(flag, source, target, host, first)
-
-
-def zfp_encode(flat: Tensor, body: Tensor, block_bits: int) -> Tensor:
-    """Encode `flat` [numel] into `body`; returns whether every block is finite, bool []."""
-    from ssdtrain.codecs.kernels import zfp
-
-    with torch.cuda.device_of(flat):
-        return zfp.encode(flat, body, block_bits)
-
-
-def zfp_decode(body: Tensor, out: Tensor, block_bits: int, accumulate: bool) -> None:
-    """Decode into `out` [numel], or add to it."""
-    from ssdtrain.codecs.kernels import zfp
-
-    with torch.cuda.device_of(out):
-        zfp.decode(body, out, block_bits, accumulate)
+    _copy_where_set(flag, source, target, host, first)

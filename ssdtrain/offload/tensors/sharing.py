@@ -53,6 +53,30 @@ Extent = tuple[int, int, int]
 """Bytes [start, end) of its storage that a tensor spans, and how many of them are its own."""
 
 
+class Geometries(dict[Geometry, tuple[Geometry, Extent]]):
+    """One copy of each geometry, with the extent of a tensor that has it: what backward holds of each is no object of its own."""
+
+    KEPT = 1024
+
+    def add(self, geometry: Geometry, tensor: torch.Tensor) -> tuple[Geometry, Extent]:
+        """Return the geometry of `tensor` and its extent, and keep them."""
+        if len(self) >= self.KEPT:
+            self.clear()
+        known = self[geometry] = geometry, extent_of(tensor)
+        return known
+
+    def within(self, region: Region, geometry: Geometry, extent: Extent) -> Geometry:
+        """Return the geometry in its region of a tensor, whose offset is given in its storage."""
+        if not region.start and region.origin is None:
+            return geometry
+        dtype, shape, stride, _ = geometry
+        offset = 0 if region.origin is not None else (extent[0] - region.start) // dtype.itemsize
+        geometry = dtype, shape, stride, offset
+        start, end, own = extent
+        first = offset * dtype.itemsize
+        return self.setdefault(geometry, (geometry, (first, first + end - start, own)))[0]
+
+
 def extent_of(tensor: torch.Tensor) -> Extent:
     """Return what `tensor` spans of its storage."""
     itemsize = tensor.itemsize
@@ -90,12 +114,7 @@ def find_region(seen: Seen, tensor: torch.Tensor, extent: Extent, tape: Tape) ->
 
 
 def make_region(
-    seen: Seen,
-    tensor: torch.Tensor,
-    storage: torch.UntypedStorage,
-    extent: Extent,
-    tape: Tape,
-    operator: int,
+    seen: Seen, tensor: torch.Tensor, storage: torch.UntypedStorage, extent: Extent, tape: Tape, operator: int
 ) -> Region:
     """Return a new region for `tensor`: its extent, the whole storage, or its bytes alone. See Note: [Strided views]."""
     start, end, own = extent

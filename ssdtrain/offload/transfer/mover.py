@@ -51,12 +51,7 @@ class Mover:
     """
 
     def __init__(
-        self,
-        store: SpillStore,
-        transfer: Transfer,
-        metrics: OffloadMetrics,
-        *,
-        raise_when_full: bool = False,
+        self, store: SpillStore, transfer: Transfer, metrics: OffloadMetrics, *, raise_when_full: bool = False
     ) -> None:
         self.store = store
         self.transfer = transfer

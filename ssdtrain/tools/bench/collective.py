@@ -53,10 +53,7 @@ def measure_collectives(
         dist.all_reduce(every, op=dist.ReduceOp.MAX)
         slowest = dict(zip(ways, every.tolist(), strict=True))
         figures["sizes"][nbytes] = {
-            name: {
-                "seconds": statistics.median(found),
-                "speedup": paired_ratio(slowest["plain"], found),
-            }
+            name: {"seconds": statistics.median(found), "speedup": paired_ratio(slowest["plain"], found)}
             for name, found in slowest.items()
         }
     figures["wire_ratio"] = {

@@ -28,12 +28,7 @@ MOST_WARM_UP = 16
 
 
 def measure_script(
-    build: Build,
-    batch: int,
-    steps: int,
-    config: Config,
-    *,
-    note: Callable[[str], None] = lambda _: None,
+    build: Build, batch: int, steps: int, config: Config, *, note: Callable[[str], None] = lambda _: None
 ) -> dict[str, Any]:
     """Runs forward and backward of two equal models in turn, one of them attached. Optimizers are not run.
 

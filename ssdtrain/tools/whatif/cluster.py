@@ -10,30 +10,14 @@ from operator import attrgetter, itemgetter
 
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.model.types import Choice, StepTimeline, one_forward_one_backward
-from ssdtrain.planner.plans import (
-    Limits,
-    NoPlan,
-    Objective,
-    Plan,
-    SearchProblem,
-    actions_for,
-    play,
-)
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, actions_for, play
 from ssdtrain.planner.search import search
 from ssdtrain.tools.whatif.cluster_job import HEAD, PIECES, SHARES_OF_BLOCK, WHOLE, ClusterJob
 from ssdtrain.tools.whatif.cluster_plan import ClusterPlan, Stage
 from ssdtrain.tools.whatif.cluster_state import StatePlacement, placements
 from ssdtrain.tools.whatif.units import in_units
 
-__all__ = [
-    "BRIEF",
-    "FailedPlacements",
-    "best_plan",
-    "plan_job",
-    "problem_of",
-    "replanned",
-    "uniform_plan",
-]
+__all__ = ["BRIEF", "FailedPlacements", "best_plan", "plan_job", "problem_of", "replanned", "uniform_plan"]
 
 BRIEF = 0.07
 """Part of a search's simulations, to compare placements of model state, sizes of microbatches, and jobs with one thing better."""

@@ -64,12 +64,7 @@ def takes(words: Sequence[str]) -> bool:
 
 
 def read(
-    words: Sequence[str],
-    environment: Mapping[str, str],
-    gpu: Gpu,
-    *,
-    node: int | None = None,
-    **machine: Any,
+    words: Sequence[str], environment: Mapping[str, str], gpu: Gpu, *, node: int | None = None, **machine: Any
 ) -> CommandLine:
     """The job that `words` describe, on such GPUs.
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.processes import ran
 
 ROOT = Path(__file__).parents[3]
 
@@ -18,16 +19,12 @@ pytestmark = pytest.mark.slow
 
 def run(tmp_path: Path, *command: str) -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
+    done = ran(
         [sys.executable, "-W", "ignore", *command, "--directory", str(tmp_path / "spill")],
         cwd=tmp_path,
         env=environment,
-        capture_output=True,
-        text=True,
         timeout=240,
-        check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "losses are equal to the bit" in done.stdout
     assert re.search(r"to SSD, a step +[1-9]", done.stderr), done.stderr
     return done.stdout

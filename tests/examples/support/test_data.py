@@ -18,11 +18,6 @@ def test_the_corpus_is_the_text_of_the_standard_library() -> None:
     assert whole.count(b"import ") > 1000
 
 
-@pytest.mark.slow
-def test_two_readings_are_the_same() -> None:
-    assert torch.equal(corpus(), corpus())
-
-
 def test_the_order_is_that_of_names_not_of_the_file_system(tmp_path: Path) -> None:
     for name in ("b.py", "a/z.py", "a.py", "test/fixture.py", "_sysconfigdata_x86.py", "notes.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -1,4 +1,3 @@
-import json
 import math
 
 import pytest
@@ -7,25 +6,12 @@ from examples.support.result import RunResult
 from tests.examples.support.runs import result, spilling
 
 
-def test_a_result_survives_json() -> None:
-    run = spilling(about={"torch": "2.13.0"})
-    assert RunResult.from_json(json.loads(json.dumps(run.to_json()))) == run
-
-
 def test_missing_and_unknown_keys_are_named() -> None:
     record = result().to_json()
     del record["losses"]
     record["bytes_wrote"] = 3
     with pytest.raises(ValueError, match=r"missing keys \['losses'\], unknown keys \['bytes_wrote'\]"):
         RunResult.from_json(record)
-
-
-def test_the_median_step_is_not_moved_by_one_slow_step() -> None:
-    assert result(step_seconds=[2.0, 60.0, 2.5]).step_median == 2.5
-
-
-def test_equal_runs_have_no_difference() -> None:
-    assert spilling().differs_from(result()) is None
 
 
 def test_a_difference_in_the_last_bit_of_one_loss_is_found() -> None:

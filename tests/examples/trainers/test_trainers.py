@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.two_nodes.ports import free_port
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, ran
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -74,17 +73,9 @@ SMALL = "--num-layers 4 --seq-length 128 --micro-batch-size 4 --global-batch-siz
 def test_a_framework_by_its_launcher(command: str, tmp_path: Path) -> None:
     (tmp_path / "start.py").write_text(START)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", *command.replace("PORT", str(free_port())).split()],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=560,
-        check=False,
-    )
-    told = done.stdout + done.stderr
-    assert done.returncode == 0, told
-    check(told)
+    words = command.replace("PORT", str(free_port())).split()
+    done = ran([sys.executable, "-W", "ignore", *words], env=environment, timeout=560)
+    check(done.stdout + done.stderr)
 
 
 def test_every_program_is_run() -> None:

@@ -12,9 +12,9 @@ import torch
 
 import ssdtrain
 from ssdtrain.config import ConfigError
-from ssdtrain_megatron import _compat
 from ssdtrain_megatron.attachment import attach
 from ssdtrain_megatron.installation import installation
+from tests.megatron.arranged.test_attachment import replaceable
 from tests.megatron.rows import Row
 from tests.megatron.training import Trainer
 
@@ -64,11 +64,11 @@ def test_lists_that_are_no_list_of_chunks_are_rejected(trainer: Trainer, config:
     attach([], {"enabled": False}).close()
 
 
-def test_a_second_attachment_around_or_inside_of_the_first_is_rejected(
+def test_a_second_attachment_to_around_or_inside_of_the_first_is_rejected(
     trainer: Trainer, config: Config
 ) -> None:
     with attach(trainer.chunks, config):
-        for other in (Around(trainer.chunks[0]), trainer.chunks[0].module):
+        for other in (trainer.chunks, Around(trainer.chunks[0]), trainer.chunks[0].module):
             with pytest.raises(ValueError, match="attached to this model already"):
                 attach(other, config)
 
@@ -103,19 +103,6 @@ def test_an_evaluation_with_gradients_on_is_not_counted_as_a_step(trainer: Train
                 number, forward_only=forward_only
             )
         assert attachment.runtime.steps == 2
-
-
-def replaceable() -> list[Any]:
-    """All of megatron-core that offloading replaces."""
-    places = [place for found in _compat.replaceable().values() for place in found]
-    return [vars(place.owner)[place.name] for place in places]
-
-
-def test_everything_is_replaced_while_attached_and_put_back(trainer: Trainer, config: Config) -> None:
-    before = replaceable()
-    with attach(trainer.chunks, config):
-        assert all(now is not then for now, then in zip(replaceable(), before, strict=True))
-    assert replaceable() == before
 
 
 def test_attaching_that_fails_half_way_leaves_nothing(

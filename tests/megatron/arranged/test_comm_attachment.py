@@ -108,11 +108,7 @@ def test_excluded_parameters_are_found_in_their_buckets(excludes: tuple[str, ...
     assert config is not None
     comm: Any = SimpleNamespace(policy=Policy.from_config(config), keep_excluded=lambda _: None)
     classification = Classification(comm, trainer.chunks, params_are_master=False)
-    wanted = {
-        "norm": ("layernorm",),
-        "*.linear_fc1.*": ("linear_fc1",),
-        "none": (),
-    }[excludes[0]]
+    wanted = {"norm": ("layernorm",), "*.linear_fc1.*": ("linear_fc1",), "none": ()}[excludes[0]]
     marked = 0
     for _, bucket in _compat_comm.buckets(trainer.chunks[0]):
         gradients = classification.of_buffers(bucket.grad_data, None)

@@ -42,7 +42,7 @@ def test_vocabulary_parallel_cross_entropy_returns_its_modified_saved_tensor(run
     expected = gradients(lambda number: nullcontext())
     found = gradients(lambda number: runtime.forward(microbatch=number))
     statistics = runtime.statistics()
-    assert statistics is not None and statistics.offload.loaded_bytes >= 4 * logits[0].nbytes
+    assert statistics.offload.loaded_bytes >= 4 * logits[0].nbytes
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -65,7 +65,6 @@ def test_the_three_overlapping_views_of_the_qkv_split_are_stored_once(runtime: R
     with runtime.forward():
         total = squares()
     found = runtime.statistics()
-    assert found is not None
     mixed = 3 * hidden.nbytes
     # The three views, and the input of the projection.
     assert found.offload.saved_bytes == mixed + hidden.nbytes

@@ -61,11 +61,7 @@ class Loop:
         training.get_wandb_writer = lambda: self.wandb
 
     def functions(self) -> list[Callable[..., Any]]:
-        names = (
-            "setup_model_and_optimizer",
-            "training_log",
-            "save_checkpoint",
-        )
+        names = ("setup_model_and_optimizer", "training_log", "save_checkpoint")
         return [self.arguments.add_megatron_arguments, *(getattr(self.training, name) for name in names)]
 
     def pretrain(self, *flags: str, steps: int = 4) -> list[tuple[str | None, str]]:

@@ -106,12 +106,20 @@ class Machine:
         # The engine sees CPU tensors; to its streams, copies and transfers they are those of the device.
         engine = OffloadEngine(store, self.device, torch.device("cpu"), policy, options)
         engine.eligible.moves_foreign_memory = True  # the device's, which torch did not allocate
+        self._engine = engine
         return engine
 
     def close(self) -> None:
-        """Close the store, and give the directory back."""
+        """Close the engine and the store, and give the directory back."""
+        self._engine.close()
         self.store.close()
         self._directory.cleanup()
+
+    def __enter__(self) -> Machine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
 
 @dataclass

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks.front import front, ways, with_limit
+from tests.support.processes import ran
 
 
 def test_limits_of_plans_are_shares_of_the_peak_of_keeping_everything() -> None:
@@ -36,20 +36,8 @@ def test_the_front_has_what_no_other_way_beats_in_both() -> None:
 @pytest.mark.slow
 def test_a_dry_run_trains_every_kind_of_way_and_draws_it(tmp_path: Path) -> None:
     plot = tmp_path / "front.png"
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.front",
-        "--device",
-        "cpu",
-        "--dry-run",
-        "--json",
-        "--plot",
-        str(plot),
-    ]
-    command += ["--ways", "keep,recompute:1,host_auto,plan:0.5,host,save_on_cpu"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
+    words = "-m benchmarks.front --device cpu --dry-run --json --ways keep,recompute:1,host_auto,plan:0.5,host,save_on_cpu"
+    run = ran([sys.executable, *words.split(), "--plot", str(plot)])
     result = json.loads(run.stdout.splitlines()[-1])
     assert result["bits_equal"] and not result["failed"] and not result["left_out"]
     # Which of the two the plan chooses depends on what this machine's memory moves in a second.

@@ -16,16 +16,19 @@ from ssdtrain.tools.cli import doctor, main
 from ssdtrain.tools.cli.versions import TESTED, installed, too_old
 
 
-def findings(capsys: pytest.CaptureFixture[str], *directories: Path) -> tuple[int, dict[str, dict[str, str]]]:
-    status = main(["doctor", "--json", *map(str, directories)])
+def findings(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, dict[str, dict[str, str]]]:
+    status = main(["doctor", "--json", *map(str, words)])
     report = json.loads(capsys.readouterr().out)
     assert report["broken"] is (status == 1)
     return status, {finding["subject"]: finding for finding in report["findings"]}
 
 
 def test_this_machine_is_sound(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
     status, found = findings(capsys, tmp_path)
     assert status == 0
+    assert list(tmp_path.iterdir()) == [] and len(os.listdir("/proc/self/fd")) == descriptors
+    assert [f for f in found.values() if f["verdict"] in ("warning", "broken") and not f["remedy"]] == []
     assert found["torch"]["found"] == torch.__version__.partition("+")[0]
     assert found["deepspeed"]["found"] == installed("deepspeed")
     assert found[f"{tmp_path}: file system"]["found"].startswith(drive_of(tmp_path).filesystem)
@@ -69,13 +72,6 @@ def test_without_numpy_ranks_cannot_exchange_objects(
     assert status == 1 and "pip install numpy" in found["numpy"]["remedy"]
 
 
-def test_it_leaves_nothing_in_the_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    descriptors = len(os.listdir("/proc/self/fd"))
-    findings(capsys, tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert len(os.listdir("/proc/self/fd")) == descriptors
-
-
 def test_a_directory_that_training_would_make_is_sound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -107,9 +103,7 @@ def test_memory_that_poses_as_a_drive_is_told(capsys: pytest.CaptureFixture[str]
     assert "memory, not a drive" in found["/dev/shm: file system"]["remedy"]
 
 
-def test_without_the_c_engine_it_says_what_runs_instead(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_without_the_c_engine_it_says_what_runs_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = importlib.import_module
 
     def refuse(name: str) -> object:
@@ -158,8 +152,8 @@ def test_what_is_installed_is_what_python_imports() -> None:
 
 
 def test_a_measured_drive_has_a_bandwidth(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json", "--measure", "32MiB", str(tmp_path)]) == 0
-    found = {f["subject"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    status, found = findings(capsys, "--measure", "32MiB", tmp_path)
+    assert status == 0
     assert re.fullmatch(r"writes .+ .*B/s, reads .+ .*B/s", found[f"{tmp_path}: bandwidth"]["found"])
     assert list(tmp_path.iterdir()) == []
 
@@ -180,11 +174,10 @@ def test_a_config_is_checked_on_this_machine(tmp_path: Path, capsys: pytest.Capt
         ({}, 0, "warning"),
     ):
         file.write_text(json.dumps({"train_batch_size": 1, "ssdtrain": block}))
-        assert main(["doctor", "--json", "--config", str(file), str(tmp_path)]) == status
-        found = {f["subject"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
-        assert found[f"config {file}"]["verdict"] == verdict, block
+        given, found = findings(capsys, "--config", file, tmp_path)
+        assert given == status and found[f"config {file}"]["verdict"] == verdict, block
         assert found[f"config {file}"]["remedy"] or verdict == "ok"
-    assert main(["doctor", "--json", "--config", str(tmp_path / "missing.json"), str(tmp_path)]) == 1
+    assert findings(capsys, "--config", tmp_path / "missing.json", tmp_path)[0] == 1
 
 
 def test_the_sections_of_a_config_are_named_and_their_directories_examined(
@@ -192,9 +185,8 @@ def test_the_sections_of_a_config_are_named_and_their_directories_examined(
 ) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({"state": {"directories": str(tmp_path / "chunks")}}))
-    assert main(["doctor", "--json", "--config", str(file), str(tmp_path)]) == 0
-    found = {f["subject"]: f["found"] for f in json.loads(capsys.readouterr().out)["findings"]}
-    assert found[f"config {file}"] == "can be used: state"
+    status, found = findings(capsys, "--config", file, tmp_path)
+    assert status == 0 and found[f"config {file}"]["found"] == "can be used: state"
     assert f"{tmp_path / 'chunks'}" in found
 
 
@@ -210,10 +202,9 @@ def test_all_that_is_broken_in_a_config_is_told_in_one_run(
 
     def broken(block: dict[str, object]) -> tuple[set[str], str]:
         file.write_text(json.dumps(block))
-        assert main(["doctor", "--json", "--config", str(file)]) == 1
-        found = json.loads(capsys.readouterr().out)["findings"]
-        assert not any(f["found"].startswith("can be used") for f in found)
-        bad = [f for f in found if f["verdict"] == "broken"]
+        status, found = findings(capsys, "--config", file)
+        assert status == 1 and not any(f["found"].startswith("can be used") for f in found.values())
+        bad = [f for f in found.values() if f["verdict"] == "broken"]
         return {f["subject"] for f in bad}, " ".join(f["found"] for f in bad)
 
     for written, directory in (("/proc/spill",) * 2, (str(tmp_path / "config{rank}.json"), str(file))):
@@ -234,13 +225,6 @@ def test_limits_are_judged_and_have_remedies() -> None:
     assert {"free memory", "memlock", "open files", "NUMA nodes"} <= {f.subject for f in doctor.limits()}
 
 
-def test_every_finding_that_is_not_sound_has_a_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    _, found = findings(capsys, tmp_path)
-    assert [f for f in found.values() if f["verdict"] in ("warning", "broken") and not f["remedy"]] == []
-
-
 def test_more_than_is_free_is_not_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--measure", "100PB", str(tmp_path)]) == 1
     printed = " ".join(capsys.readouterr().out.split())
@@ -254,8 +238,6 @@ def test_a_config_that_is_disabled_is_not_asked_for_a_section(
 ) -> None:
     file = tmp_path / "off.yaml"
     file.write_text(f"enabled: false\noffload: {{directories: {tmp_path}}}\n")
-    assert main(["doctor", "--config", str(file), "--json", str(tmp_path)]) == 0
-    [found] = [
-        f for f in json.loads(capsys.readouterr().out)["findings"] if f["subject"].startswith("config")
-    ]
-    assert "enabled is false" in found["found"] and found["remedy"] == "set enabled to true"
+    status, found = findings(capsys, "--config", file, tmp_path)
+    config = found[f"config {file}"]
+    assert status == 0 and "enabled is false" in config["found"] and config["remedy"] == "set enabled to true"

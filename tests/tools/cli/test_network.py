@@ -144,11 +144,7 @@ def test_two_nodes_are_one_table_from_rank_0(tmp_path: Path) -> None:
             # The directory of the second node is not there.
             [
                 sys.executable,
-                "-m",
-                "ssdtrain",
-                "doctor",
-                "--ranks",
-                "--json",
+                *["-m", "ssdtrain", "doctor", "--ranks", "--json"],
                 str(tmp_path if rank == 0 else "/proc/x"),
             ],
             env={**os.environ, **shared, "RANK": str(rank), "SSDTRAIN_NODE": f"node{rank}"},
@@ -191,11 +187,7 @@ def test_a_drive_takes_its_time_and_a_broken_driver_is_told(tmp_path: Path) -> N
     """Two ranks of a node: one of them looks at the drive for longer than a message may take, and neither can use its GPU."""
     launcher = [
         sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--no-python",
+        *["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python"],
     ]
     command = [sys.executable, "-c", SLOW_NODE, "doctor", "--json", str(tmp_path)]
     done = subprocess.run([*launcher, *command], capture_output=True, text=True, timeout=200, check=False)

@@ -88,6 +88,8 @@ def test_whatever_a_script_calls_its_values_the_reports_are_written(
 @pytest.mark.parametrize(
     "text",
     [
+        '{"loss": 1.0}',
+        "no json",
         '{"step": ' + "[" * 100_000,
         '{"step": 1' + "0" * 5000 + "}",
         '{"step": 1e400}',

@@ -13,7 +13,7 @@ import ssdtrain
 from ssdtrain.config import load_config
 from ssdtrain.metrics import Reduce, Unit
 from ssdtrain.runtime import Runtime
-from ssdtrain.tools.report.run import JournaledRun, ModuleUse, NoJournals, metric_named
+from ssdtrain.tools.report.run import JournaledRun, ModuleUse, metric_named
 from tests.support.journals import MiB, line, write
 
 
@@ -64,17 +64,6 @@ def test_journals_in_folders_of_ranks_and_of_a_second_engine_are_found(tmp_path:
     assert [j.label for j in JournaledRun.read(tmp_path).journals] == ["rank 0", "rank 1, engine 2"]
 
 
-def test_a_directory_without_journals_and_a_line_of_something_else_are_errors(tmp_path: Path) -> None:
-    with pytest.raises(NoJournals, match=r"report\.path"):
-        JournaledRun.read(tmp_path)
-    (tmp_path / "rank-0.jsonl").write_text('{"loss": 1.0}\n')
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl, line 1"):
-        JournaledRun.read(tmp_path)
-    (tmp_path / "rank-0.jsonl").write_text("no json\n")
-    with pytest.raises(ValueError, match=r"rank-0\.jsonl, line 1"):
-        JournaledRun.read(tmp_path)
-
-
 @pytest.mark.parametrize(
     ("name", "unit", "counts", "ranks"),
     [
@@ -106,7 +95,7 @@ def test_a_real_run_can_be_read_with_the_loss_that_it_logged(tmp_path: Path) -> 
         saved = runtime.statistics()
     run = JournaledRun.read(tmp_path / "report")
     assert run.over_ranks("loss") == {1: 2.0, 2: 1.0}  # NaN is no JSON
-    assert saved is not None and run.total("saved_bytes") == saved.offload.saved_bytes
+    assert run.total("saved_bytes") == saved.offload.saved_bytes
 
 
 @pytest.mark.parametrize("section", ["plan", "amount"])
@@ -119,14 +108,13 @@ def test_what_was_decided_and_why_is_in_the_journal_once(section: str, tmp_path:
     model = torch.nn.Module()
     model.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(3))
     model.forward = lambda x: model.layers[2](model.layers[1](model.layers[0](x).tanh()).tanh())  # type: ignore[assignment]
-    runtime = ssdtrain.attach(model, config)
-    for number in range(400):
-        with runtime.step():
-            model(torch.randn(64, 64)).square().mean().backward()
-        # On a busy machine steps of a millisecond may be planned for several times before a plan is followed long enough.
-        if number >= 13 and any(feature.decisions() for feature in runtime.features):
-            break
-    runtime.close()
+    with ssdtrain.attach(model, config) as runtime:
+        for number in range(400):
+            with runtime.step():
+                model(torch.randn(64, 64)).square().mean().backward()
+            # On a busy machine steps of a millisecond may be planned for several times before a plan is followed long enough.
+            if number >= 13 and any(feature.decisions() for feature in runtime.features):
+                break
     (journal,) = JournaledRun.read(tmp_path / "report").journals
     assert 1 <= len(journal.decisions) < 7
     step, text = journal.decisions[0]

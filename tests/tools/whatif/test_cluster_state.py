@@ -8,14 +8,7 @@ import pytest
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step
 from ssdtrain.tools.whatif import cluster
-from ssdtrain.tools.whatif.cluster import (
-    BRIEF,
-    best_plan,
-    plan_job,
-    problem_of,
-    replanned,
-    searched,
-)
+from ssdtrain.tools.whatif.cluster import BRIEF, best_plan, plan_job, problem_of, replanned, searched
 from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.cluster_plan import ClusterPlan
 from ssdtrain.tools.whatif.cluster_state import placements

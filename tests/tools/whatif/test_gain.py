@@ -137,19 +137,7 @@ def test_where_not_one_sequence_fits_without_the_gain_is_that_it_does() -> None:
 
 
 def test_the_first_line_of_a_plan_is_the_gain(capsys: pytest.CaptureFixture[str]) -> None:
-    small = [
-        "plan",
-        "--model",
-        "gpt",
-        "--hidden",
-        "4096",
-        "--layers",
-        "8",
-        "--seq",
-        "2048",
-        "--gpu",
-        "a100-40gb",
-    ]
-    assert main([*small, "--ssd", "4 x 7GB/s", "--gpus-per-node", "1", "--microbatch", "1"]) == 0
+    small = "plan --model gpt --hidden 4096 --layers 8 --seq 2048 --gpu a100-40gb --gpus-per-node 1 --microbatch 1"
+    assert main([*small.split(), "--ssd", "4 x 7GB/s"]) == 0
     first, *_ = capsys.readouterr().out.splitlines()
     assert first == f"gain: {gain_of(job('4 x 7GB/s')).sentence()}"

@@ -190,7 +190,6 @@ def generic_gemm(
         if bias is not None:
             bias_gradient = left.sum(0, dtype=torch.float32).to(dtype)
         if gelu:
-            assert gelu_in is not None
             product = aten.gelu_backward(
                 product, gelu_in.reshape(product.shape).to(dtype), approximate="tanh"
             )
