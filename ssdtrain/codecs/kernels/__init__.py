@@ -73,15 +73,8 @@ mask_pack, mask_unpack = _launcher("mask", "pack", 0), _launcher("mask", "unpack
 exact_encode, exact_decode = _launcher("exact", "encode", 0), _launcher("exact", "decode", 1)
 rotate, unrotate = _launcher("hadamard", "rotate", 0), _launcher("hadamard", "unrotate", 1)
 zfp_encode, zfp_decode = _launcher("zfp", "encode", 0), _launcher("zfp", "decode", 1)
+checksum = _launcher("words", "checksum", 0)
 _copy_where_set = _launcher("overflow", "copy_where_set", 1)
-
-
-def checksum(words: Tensor, place: int, mix: int) -> Tensor:
-    """Return the sum of `words` int64 [count], each mixed with its place; int64 []."""
-    from ssdtrain.codecs.kernels import words as kernel
-
-    with torch.cuda.device_of(words):
-        return kernel.checksum(words, place, mix)
 
 
 def copy_where_set(flag: Tensor, source: Tensor, target: Tensor, host: int = 0, first: int = 0) -> None:
