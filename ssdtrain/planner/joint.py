@@ -11,8 +11,8 @@ stays, which saves more.
 Note: [What the optimizer's step takes]
 It comes after the passes, and is no part of the simulation. With chunks stepped on the device it is linear: seconds for what is
 in no chunk, for a byte that stays, for a byte that passes. The last is measured with two buffers and with one, with which nothing
-is loaded meanwhile: profiled steps take turns. Where the CPU steps them, what the loop has waited for that is taken to be the same
-for all choices.
+is loaded meanwhile: profiled steps take turns. Where the CPU steps them, what the loop has waited for that is taken to be the
+same for all choices.
 """
 
 from __future__ import annotations
