@@ -282,7 +282,7 @@ class Blocks(PlanSubject):
         if self._steps > WARM_UP:
             self._records.append(record)
         if self._state is not None:
-            self._state.step_ended(recorded=self._steps > WARM_UP)
+            self._state.step_ended(self._steps, recorded=self._steps > WARM_UP)
         del self._records[:-RECORDED]
         recorded = {serial for one in self._records for _, serial, _ in one.order}
         self._found = {serial: self._found[serial] for serial in self._found.keys() & recorded}

@@ -10,9 +10,9 @@ stays, which saves more.
 
 Note: [What the optimizer's step takes]
 It comes after the passes, and is no part of the simulation. With chunks stepped on the device it is linear: seconds for what is
-in no chunk, for a byte that stays, for a byte that passes (measured with two buffers; with one nothing is loaded meanwhile, and
-the bytes of the chunk are read and written one after the other). Where the CPU steps them, what the loop has waited for that is
-taken to be the same for all choices.
+in no chunk, for a byte that stays, for a byte that passes. The last is measured with two buffers and with one, with which nothing
+is loaded meanwhile: profiled steps take turns. Where the CPU steps them, what the loop has waited for that is taken to be the
+same for all choices.
 """
 
 from __future__ import annotations
@@ -39,6 +39,19 @@ BETWEEN = 6
 
 
 @dataclass(frozen=True)
+class PassingCosts:
+    """What a byte of parameters costs that comes and goes, in seconds.
+
+    Attributes:
+        work: of the thread that trains each time it comes for a pass, see `Machine.state_work`.
+        step: of the optimizer.
+    """
+
+    work: float = 0.0
+    step: float = 0.0
+
+
+@dataclass(frozen=True)
 class StateCosts:
     """Model state that comes and goes: what the search knows of it.
 
@@ -46,20 +59,18 @@ class StateCosts:
         chunks: in the order of execution.
         fixed: bytes of it on the device whatever is chosen.
         tier: the drives; None: host memory.
-        work: seconds of the thread that trains for a byte of parameters that comes, see `Machine.state_work`.
         outside: seconds of the optimizer for what is in no chunk.
-        staying, passing, alone: seconds of the optimizer for a byte of parameters that stays, that passes with two buffers, that
-            passes with one.
+        staying: seconds of the optimizer for a byte of parameters that stays.
+        passing, alone: of those that pass, with two buffers and with one.
     """
 
     chunks: Sequence[StateChunk]
     fixed: int
     tier: Tier | None = None
-    work: float = 0.0
     outside: float = 0.0
     staying: float = 0.0
-    passing: float = 0.0
-    alone: float = 0.0
+    passing: PassingCosts = PassingCosts()
+    alone: PassingCosts = PassingCosts()
 
     def choice(self, persistent: int, buffers: int) -> StateChoice:
         """Return the choice of so many chunks that stay, with its limit."""
@@ -72,8 +83,10 @@ class StateCosts:
         """Return the seconds of the optimizer under `choice`."""
         staying = sum(chunk.values for chunk in self.chunks[: choice.persistent])
         moving = sum(chunk.values for chunk in self.chunks[choice.persistent :])
-        passing = self.alone if choice.buffers < CHUNK_BUFFERS else self.passing
-        return self.outside + self.staying * staying + passing * moving
+        return self.outside + self.staying * staying + self._passing(choice).step * moving
+
+    def _passing(self, choice: StateChoice) -> PassingCosts:
+        return self.alone if choice.buffers < CHUNK_BUFFERS else self.passing
 
     def applied(self, problem: SearchProblem, choice: StateChoice) -> SearchProblem:
         """Return the problem of blocks that is left of `problem` under `choice`."""
@@ -96,7 +109,7 @@ class StateCosts:
             state=self.tier,
             state_buffers=choice.buffers,
             state_room=max(0, choice.limit - there - max((chunk.gradients for chunk in moving), default=0)),
-            state_work=self.work,
+            state_work=self._passing(choice).work,
         )
         return replace(
             problem,
@@ -190,7 +203,8 @@ class StateProfile:
     def __init__(self, state: ModelState, name: str, link: Link | None) -> None:
         self._state, self._name, self._link = state, name, link
         self._bandwidths, self._before = Bandwidths(), StateTimes()
-        self._times: list[StateTimes] = []
+        self._alone = False  # this step runs with one buffer
+        self._times: dict[bool, list[StateTimes]] = {False: [], True: []}  # of steps with one, and with more
         self._rates: list[Rates] = []
 
     @property
@@ -200,16 +214,26 @@ class StateProfile:
 
     def begin(self) -> None:
         """Forget what was measured: steps run otherwise from now on."""
-        self._times.clear()
+        for times in self._times.values():
+            times.clear()
         self._rates.clear()
+        self._take_turns(alone=False)
         self._measure()
 
-    def step_ended(self, *, recorded: bool) -> None:
-        """Measure a step, which counts if it was `recorded`."""
+    def step_ended(self, number: int, *, recorded: bool) -> None:
+        """Measure the step of this number, from 1. The time of its passes counts if it was `recorded`; that of an optimizer which
+        has its state does in any case."""
         times, rates = self._measure()
+        if recorded or number > 1:
+            self._times[self._alone].append(times)
         if recorded:
-            self._times.append(times)
             self._rates.append(rates)
+        self._take_turns(alone=not self._alone)
+
+    def _take_turns(self, *, alone: bool) -> None:
+        chunks = self._state.planned_chunks()
+        self._alone = alone and bool(chunks)
+        self._state.narrow(StateCosts(chunks, self._state.fixed).choice(0, 1).limit if self._alone else None)
 
     def _measure(self) -> tuple[StateTimes, Rates]:
         now = self._state.times()
@@ -218,25 +242,28 @@ class StateProfile:
 
     def costs(self) -> StateCosts | None:
         """Return what the search is to know; None: no chunk comes and goes."""
-        chunks = self._state.planned_chunks()
-        if not chunks or not self._times:
+        chunks, several = self._state.planned_chunks(), self._times[False]
+        if not chunks or not several:
             return None
-        times = StateTimes(*map(statistics.median, zip(*map(astuple, self._times), strict=True)))
+        times, alone = _medians(several), _medians(self._times[True] or several)
         values = sum(chunk.values for chunk in chunks) or 1
         read, write = (_median(rates) for rates in zip(*self._rates, strict=True))
         tier = None if read is None else Tier(self._name, write or read, read)
-        work = times.hooks / times.hook_bytes if times.hook_bytes and self._link is None else 0.0
-        staying, passing = times.computing / values, times.chunks / values
-        alone = passing
-        if tier is not None and times.chunks:
-            whole = sum(chunk.staying for chunk in chunks)
-            alone = max(passing, staying + (whole / tier.read + (whole - values) / tier.write) / values)
-        outside = times.outside + times.waited
-        return StateCosts(chunks, self._state.fixed, tier, work, outside, staying, passing, alone)
+
+        def of(times: StateTimes) -> PassingCosts:
+            work = times.hooks / times.hook_bytes if times.hook_bytes and self._link is None else 0.0
+            return PassingCosts(work, times.chunks / values)
+
+        outside, staying = times.outside + times.waited, times.computing / values
+        return StateCosts(chunks, self._state.fixed, tier, outside, staying, of(times), of(alone))
 
     def follow(self, choice: StateChoice) -> None:
         """Carry out a choice from the next forward on."""
         self._state.follow(choice)
+
+
+def _medians(times: Sequence[StateTimes]) -> StateTimes:
+    return StateTimes(*map(statistics.median, zip(*map(astuple, times), strict=True)))
 
 
 def _median(rates: Sequence[float | None]) -> float | None:

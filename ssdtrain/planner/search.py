@@ -48,6 +48,9 @@ EXACT = 3000
 STARTS = 24
 """Number of plans that are improved one block at a time."""
 
+STARTS_BESIDE_PARTS = 6
+"""The same where parts of blocks may leave: which do, beside the recomputed blocks of these plans, is decided after that."""
+
 PAIRS = 16
 """Number of blocks up to which two are changed at a time too."""
 
@@ -123,6 +126,8 @@ class _Search:
         self.simulations = max(int(effort) // self.passes, 50)
         self.tiers = [name for name, choice in problem.actions.items() if choice.tier != DEVICE]
         self.found: dict[str, int] = {}  # numbers of offloaded blocks by the limit that they keep to
+        self.cheapest = sorted(self.blocks[number].recompute for number in self.decided)
+        self.backwards = sum(one.kind == "backward" for one in problem.order)
         # What a tier holds between forward and backward.
         self.room = {tier.name: tier.capacity for tier in problem.machine.tiers}
 
@@ -137,8 +142,8 @@ class _Search:
         asks = self.judge.excess(kept) > 0 or not self.judge.by_time
         by_parts = self.problem.by_parts and len(self.tiers) == 1 and asks
         if every <= exact and (every <= self.simulations or not only_moves):
-            if by_parts:
-                self.every_with_parts(names, kept)
+            if by_parts or not runners_up:
+                self.every_by_recomputed(names, kept, by_parts=by_parts)
             else:
                 for chosen in itertools.product(names, repeat=len(self.decided)):
                     self.plan(chosen)
@@ -152,7 +157,7 @@ class _Search:
                 greedy = self.judge.best
                 self.shapes()
                 if not only_moves and not self.judge.unbeatable(kept):
-                    for start in self.judge.kinds()[:STARTS]:
+                    for start in self.judge.kinds()[: STARTS_BESIDE_PARTS if by_parts else STARTS]:
                         self.improve(start)
                 if only_moves and self.judge.best is not greedy:
                     self.prune()
@@ -168,22 +173,23 @@ class _Search:
     def exhausted(self) -> bool:
         return len(self.judge.plans) >= self.simulations
 
-    # Parts of blocks
-
-    def every_with_parts(self, names: Sequence[str], kept: Plan) -> None:
+    def every_by_recomputed(self, names: Sequence[str], kept: Plan, *, by_parts: bool) -> None:
         """Try all plans of whole blocks, the fewest recomputed first, and none whose computation alone takes longer than the
-        best. Parts of blocks are tried where none is recomputed."""
+        best. Parts of blocks are tried where none is recomputed, if `by_parts`; then nothing is searched beyond what is as fast
+        as computation alone."""
         others = [name for name in names if name != "recompute"]
         count = len(self.decided)
         for recomputed in range(count + 1 if "recompute" in names else 1):
-            if self.too_slow(recomputed, self.limits.seconds) or self.judge.unbeatable(kept):
+            if self.too_slow(recomputed, self.limits.seconds) or (by_parts and self.judge.unbeatable(kept)):
                 return
             for places in itertools.combinations(range(count), recomputed):
                 for chosen in itertools.product(others, repeat=count - recomputed):
                     rest = iter(chosen)
                     self.plan(["recompute" if place in places else next(rest) for place in range(count)])
-            if not recomputed and not self.judge.unbeatable(kept):
+            if by_parts and not recomputed and not self.judge.unbeatable(kept):
                 self.in_parts_of_blocks(kept)
+
+    # Parts of blocks
 
     def in_parts_of_blocks(self, plan: Plan) -> bool:
         """Search over the parts of the blocks that `plan` keeps or offloads, as `offload.amount: "auto"` searches over regions.
@@ -414,19 +420,21 @@ class _Search:
         )
 
     def too_slow(self, recomputed: int, most: float | None = None) -> bool:
-        """Whether its computation alone takes longer than the best plan.
+        """Whether the computation alone of a plan that recomputes so many blocks takes longer than the best plan.
 
         Args:
             most: seconds that count where time is not all that does; None: no limit.
         """
+        return self.over(sum(self.cheapest[:recomputed]), most)
+
+    def over(self, recomputing: float, most: float | None) -> bool:
+        """See `too_slow`, of a plan that recomputes for so many seconds in each backward."""
         best = self.judge.best
         if best is None or self.judge.excess(best) > 0:
             return False
         most = best.seconds if self.judge.by_time else most
-        cheapest = sorted(self.blocks[number].recompute for number in self.decided)[:recomputed]
-        passes = sum(1 for one in self.problem.order if one.kind == "backward")
         computing = self.judge.kept().timeline.compute_seconds
-        return most is not None and computing + passes * sum(cheapest) > most * (1 + 1e-9)
+        return most is not None and computing + self.backwards * recomputing > most * (1 + 1e-9)
 
     def of_shape(self, recomputed: int, shape: Shape) -> None:
         """Plans with so many recomputed blocks."""
@@ -522,6 +530,12 @@ class _Search:
             for candidate in self.neighbours(best, names):
                 if self.exhausted:
                     return
+                again = zip(self.decided, candidate, strict=True)
+                recomputing = sum(
+                    self.blocks[place].recompute for place, name in again if name == "recompute"
+                )
+                if recomputing and self.over(recomputing, self.limits.seconds):
+                    continue
                 found = self.plan(candidate)
                 if self.judge.score(found) < self.judge.score(best):
                     best, better = found, True

@@ -325,6 +325,11 @@ class ModelState(Feature):
         """Return what was measured since the start."""
         return StateTimes() if self._residency is None else replace(self._residency.times)
 
+    def narrow(self, limit: int | None) -> None:
+        """Let steps run as if the limit were `limit`, to measure them, until this is called with None, or `follow`."""
+        if self._residency is not None:
+            self._residency.narrow(limit)
+
     def tiers(self) -> Sequence[TierMetrics]:
         """Return the counters of the drives, or of host memory where there are none."""
         store = None if self._store is None else self._store.metrics

@@ -76,6 +76,7 @@ class Residency:
         self.chunks = chunks
         self.metrics = metrics
         self._limit = limit
+        self._narrow: int | None = None
         self._recent = OrderedDict.fromkeys(chunks)  # the one used longest ago first
         self._leaving: list[Part] = []
         self.running: list[ChunkStep] = []
@@ -257,6 +258,11 @@ class Residency:
         for part in parts:
             part.pinned = True
 
+    def narrow(self, limit: int | None) -> None:
+        """Make room as if the limit were `limit` until this is called with None, or parts are unpinned. What then has no room all
+        the same is loaded without a warning."""
+        self._narrow = limit
+
     def unpin_all(self, limit: int) -> None:
         """Let all parts come and go within `limit` from now on; those in memory leave it.
 
@@ -264,6 +270,7 @@ class Residency:
             IOFailure: a store failed.
         """
         self._limit = self.metrics.limit_bytes = limit
+        self._narrow = None
         for chunk in self.chunks:
             for part in chunk.parts:
                 part.pinned = False
@@ -328,7 +335,7 @@ class Residency:
             RuntimeError: see `begin`; what was only written to is back.
         """
         peak = self.metrics.resident_peak_bytes
-        self._limit = 1 << 62
+        self._limit, self._narrow = 1 << 62, None
         if chunk.pending is not None:
             chunk.pending.finish()
         chunk.arrive()
@@ -363,16 +370,19 @@ class Residency:
 
     def _make_room(self, nbytes: int, chunk: Chunk, required: bool, patient: bool) -> bool:
         """Make room as Note: [Room] says."""
-        while (excess := self.metrics.resident_bytes + nbytes - self._limit) > 0:
+        limit = self._limit if self._narrow is None else self._narrow
+        while (excess := self.metrics.resident_bytes + nbytes - limit) > 0:
             if self._free_what_has_left():
                 continue
-            if sum(part.nbytes for part in self._waiting()) < excess:
-                others = (each for each in self._recent if each is not chunk and _may_leave(each))
-                # What was loaded ahead is needed before what would take its place.
-                victim = next((each for each in others if required or not each.ahead), None)
-                if victim is not None:
-                    self._evict(victim)
-                    continue
+            others = [each for each in self._recent if each is not chunk and _may_leave(each)]
+            victim = next((each for each in others if not each.ahead), None)
+            if victim is None and required and sum(part.nbytes for part in self._waiting()) < excess:
+                victim = next(
+                    iter(others), None
+                )  # what was loaded ahead is needed before what would take its place
+            if victim is not None:
+                self._evict(victim)
+                continue
             if patient and self._waiting():
                 self._wait_for_oldest()
                 continue
@@ -381,7 +391,8 @@ class Residency:
                 continue
             if not required:
                 return False
-            self._warn(excess, chunk)
+            if self._narrow is None:
+                self._warn(excess, chunk)
             break
         return True
 

@@ -53,6 +53,7 @@ class BlockProfile:
         inputs: bytes of the tensors that it is called with: what running it again needs.
         forward_transient: bytes alive during its forward at most, beyond what was before and what it saves.
         backward_transient: bytes alive during its backward at most, beyond what was when it began.
+        storages: the bytes of each that `saved` counts, in the order in which they were saved.
     """
 
     name: str
@@ -62,6 +63,7 @@ class BlockProfile:
     inputs: int
     forward_transient: int
     backward_transient: int
+    storages: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -168,9 +170,14 @@ class _Record:
     def __init__(self, name: str) -> None:
         self.name = name
         self.forward = self.backward = 0.0
-        self.saved = self.inputs = self.forward_transient = self.backward_transient = 0
+        self.inputs = self.forward_transient = self.backward_transient = 0
+        self.storages: list[int] = []
         self.began = 0.0
         self.live = 0
+
+    @property
+    def saved(self) -> int:
+        return sum(self.storages)
 
 
 class _Run:
@@ -231,7 +238,7 @@ def _run(model: nn.Module, blocks: dict[str, nn.Module], step: CountedStep, *, t
         if key not in fixed and key not in saved:
             saved.add(key)  # autograd holds the storage, so no other gets its place
             if stack:
-                stack[-1].saved += storage.nbytes()
+                stack[-1].storages.append(storage.nbytes())
             else:
                 found.outside += storage.nbytes()
         return tensor
@@ -323,6 +330,7 @@ def _profile(model: nn.Module, counted: _Run, timed: Sequence[_Run]) -> ModelPro
                 record.inputs,
                 record.forward_transient,
                 record.backward_transient,
+                tuple(record.storages),
             )
         )
     parameters = list(model.parameters())

@@ -8,7 +8,7 @@ import pytest
 
 from ssdtrain.planner import joint
 from ssdtrain.planner.finder import Goal, PlanFinder
-from ssdtrain.planner.joint import StateCosts, choices_of
+from ssdtrain.planner.joint import PassingCosts, StateCosts, choices_of
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import NoPlan, SearchProblem, actions_for, kept_step, play
 from ssdtrain.state.plan import StateChunk
@@ -27,7 +27,8 @@ def problem_of(seed: int, count: int, *, drives: bool = False, link: bool = Fals
         StateChunk(f"layers.{number}", values, values, 4 * values, 4 * values) for number in range(count)
     ]
     tier = Tier("ssd", rate, rate)
-    costs = StateCosts(chunks, values, tier, 0.0, 0.1, 0.2 / values, 4 / rate, 6 / rate)
+    passing, alone = PassingCosts(step=4 / rate), PassingCosts(step=6 / rate)
+    costs = StateCosts(chunks, values, tier, 0.1, 0.2 / values, passing, alone)
     tiers = (tier,) if drives else ()
     machine = Machine(tiers, Link(4 * rate, 4 * rate) if link else None, in_flight=2 * saved)
     return SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), state=costs)

@@ -86,6 +86,9 @@ def parser() -> argparse.ArgumentParser:
 def figures(found: Estimate) -> dict[str, Any]:
     """Bytes, seconds, and bytes per second."""
     actions = found.plan.actions if found.plan is not None else ("",) * len(found.blocks)
+    names = [
+        f"{name} in part" if shares else name for name, _, shares in (one.partition(":") for one in actions)
+    ]
     return {
         "batch": found.batch,
         "largest_batch": found.largest,
@@ -99,7 +102,7 @@ def figures(found: Estimate) -> dict[str, Any]:
         "gain": found.gain.figures(),
         "blocks": [
             {"name": block.name, "saved_bytes": block.saved, "input_bytes": block.inputs, "action": action}
-            for block, action in zip(found.blocks, actions, strict=True)
+            for block, action in zip(found.blocks, names, strict=True)
         ],
     }
 

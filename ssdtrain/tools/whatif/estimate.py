@@ -1,7 +1,8 @@
 """Estimates for a real model on hardware that is not available: its blocks are counted under fake tensors, which take no memory.
 
 Bytes are counted (`ssdtrain.tools.model_profile`), FLOPs too (torch's counter, attention as matrix products); seconds are
-FLOPs over the part of the peak rate that is expected, backward twice forward.
+FLOPs over the part of the peak rate that is expected, backward twice forward. Of few blocks parts may leave, as where a plan is
+made while training: a part has its share of the block's seconds by its bytes.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.config.units import format_size
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
+from ssdtrain.planner.parts import UNITS, runs
 from ssdtrain.planner.plans import Limits, NoPlan, Plan, SearchProblem, actions_for, kept_step, play
 from ssdtrain.profile.blocks import find_blocks
 from ssdtrain.tools.model_profile import CountedStep, count_blocks
 from ssdtrain.tools.whatif.cluster import BRIEF, searched
-from ssdtrain.tools.whatif.cluster_job import bandwidth_of, transfer_budgets
+from ssdtrain.tools.whatif.cluster_job import WHOLE, bandwidth_of, transfer_budgets
 from ssdtrain.tools.whatif.gain import RECOMPUTATION, Gain, Trial, more_drives
 from ssdtrain.tools.whatif.hardware import LINK_EFFICIENCY, Gpu, Ssds
 
@@ -130,7 +132,10 @@ def estimate(make: Make, batch: int, hardware: Hardware, *, patterns: Sequence[s
         blocks = _scaled(once, twice, size / batch)
         machine = given.machine(blocks)
         rest = frozenset({len(blocks) - 1})
-        return SearchProblem([blocks], one_after_the_other(), machine, actions_for(machine), rest)
+        by_parts = any(block.parts for block in blocks)
+        return SearchProblem(
+            [blocks], one_after_the_other(), machine, actions_for(machine), rest, by_parts=by_parts
+        )
 
     def plan(size: int, effort: float = BRIEF) -> Plan | None:
         try:
@@ -195,18 +200,19 @@ def _blocks(make: Make, batch: int, hardware: Hardware, patterns: Sequence[str])
     found = []
     for block in profile.blocks:
         seconds = flops[block.name] / rate
-        found.append(
-            Block(
-                block.name,
-                seconds,
-                2 * seconds,
-                block.saved,
-                recompute=seconds,
-                inputs=min(block.inputs, block.saved),
-                forward_transient=block.forward_transient,
-                backward_transient=block.backward_transient,
-            )
+        whole = Block(
+            block.name,
+            seconds,
+            2 * seconds,
+            block.saved,
+            recompute=seconds,
+            inputs=min(block.inputs, block.saved),
+            forward_transient=block.forward_transient,
+            backward_transient=block.backward_transient,
         )
+        sizes = block.storages
+        neighbours = runs(sizes, UNITS // len(profile.blocks)) if len(profile.blocks) < WHOLE else ()
+        found.append(_cut(whole, [sum(sizes[begin:end]) for begin, end in neighbours]))
     rest = (counter.get_total_flops() - sum(flops.values())) / rate
     found.append(Block("rest", rest, 2 * rest, profile.outside))
     return found, sum(p.numel() for p in model.parameters())
@@ -219,15 +225,39 @@ def _scaled(once: list[Block], twice: list[Block], factor: float) -> list[Block]
         return max(one + (two - one) * (factor - 1), 0.0)
 
     return [
-        Block(
-            a.name,
-            line(a.forward, b.forward),
-            line(a.backward, b.backward),
-            round(line(a.saved, b.saved)),
-            recompute=line(a.recompute, b.recompute),
-            inputs=round(line(a.inputs, b.inputs)),
-            forward_transient=round(line(a.forward_transient, b.forward_transient)),
-            backward_transient=round(line(a.backward_transient, b.backward_transient)),
+        _cut(
+            Block(
+                a.name,
+                line(a.forward, b.forward),
+                line(a.backward, b.backward),
+                round(line(a.saved, b.saved)),
+                recompute=line(a.recompute, b.recompute),
+                inputs=round(line(a.inputs, b.inputs)),
+                forward_transient=round(line(a.forward_transient, b.forward_transient)),
+                backward_transient=round(line(a.backward_transient, b.backward_transient)),
+            ),
+            [part.saved for part in a.parts],
         )
         for a, b in zip(once, twice, strict=True)
     ]
+
+
+def _cut(block: Block, sizes: Sequence[int]) -> Block:
+    """Return the block in parts whose bytes have these proportions. What is alive for a moment may be in each of them."""
+    total, before, parts = sum(sizes), 0, list[Block]()
+    if len(sizes) < 2 or not total:
+        return block
+    for size in sizes:
+        saved = block.saved * (before + size) // total - block.saved * before // total
+        share, before = size / total, before + size
+        parts.append(
+            Block(
+                block.name,
+                share * block.forward,
+                share * block.backward,
+                saved,
+                forward_transient=block.forward_transient,
+                backward_transient=block.backward_transient,
+            )
+        )
+    return replace(block, parts=tuple(parts))
