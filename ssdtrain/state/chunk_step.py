@@ -61,6 +61,8 @@ class ChunkStep:
         self._groups = groups
         self._factor = factor
         self._tensors: list[_Stepped] = []
+        self._versions = {parameter: parameter._version for group in groups for parameter in group["params"]}
+        self._written: str | None = None  # a parameter that the loop has written to since
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
         self._future: Future[None] | None = None
         self._loaded = self._taken = False
@@ -81,6 +83,7 @@ class ChunkStep:
         if self._future is not None:
             return True
         owner, chunk, residency = self._owner, self._chunk, self._owner.residency
+        self._note_writes()
         parameters = [parameter for group in self._groups for parameter in group["params"]]
         # 1. Room and loads.
         if owner.in_place:
@@ -155,6 +158,11 @@ class ChunkStep:
         self._end()
         if failure is not None:
             raise failure
+        if self._written is not None:
+            raise RuntimeError(
+                f"{self._written} was written to after its step fell due and before that was made (config section state, "
+                'optimizer "cpu"): write it in the forward of its block, by load_state_dict, or after close()'
+            )
 
     def _free_device(self) -> None:
         """Let go what the thread has copies of, when they are made."""
@@ -166,6 +174,8 @@ class ChunkStep:
     def _take(self) -> None:
         """Let the chunk have the bytes that the thread has left, once; if it had all of them."""
         stored = {value.tensor: value for value in self._chunk.values.tensors}
+        if not self._taken:
+            self._note_writes()
         for parameter, value, gradient, *_ in () if self._taken else self._tensors:
             torch.autograd.graph.increment_version(parameter)
             if (
@@ -185,6 +195,13 @@ class ChunkStep:
                 tensor.in_slot = False
             self._chunk.norms = self._norms
         self._taken = True
+
+    def _note_writes(self) -> None:
+        """Note writes of the loop to parameters that it sees as they were before the step: it would undo them, or come after."""
+        away = {value.tensor for value in self._chunk.values.tensors if value.away}
+        for parameter, version in self._versions.items():
+            if parameter._version != version and parameter not in away:
+                self._written = self._written or self._chunk.names[parameter]
 
     def _end(self) -> None:
         with signals_deferred():

@@ -148,10 +148,11 @@ class HostOptimizer(ChunkedOptimizer):
         self._residency.times.outside += time.perf_counter() - began
         for chunk in self._residency.chunks:
             chunk.backwards, chunk.norms = 0, {}
-            chunk.arrive()  # who reads parameters between two steps does not ask
         self._factor, self._next_factor = self._next_factor, None
         self._options_inside, self._norms_wanted, self._clipped = [], self._clipped, False
         self._hooks.prefetch()
+        for chunk in self._residency.chunks:
+            chunk.arrive()  # also of what has just ended: who reads parameters between two steps does not ask
         return loss
 
     def _check_step(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import wait
 
 import emulated_cuda
 import pytest
@@ -13,7 +14,7 @@ from ssdtrain.device import CudaDevice, Event
 from ssdtrain.state import checksum
 from tests.state import test_unseen
 from tests.state.conftest import Attach
-from tests.state.training import Recipe, adamw, batches, loss_of, make_model, run
+from tests.state.training import Recipe, adamw, batches, loss_of, make_model, run, same
 
 
 @pytest.mark.usefixtures("late")
@@ -54,3 +55,23 @@ def test_a_step_makes_the_host_wait_for_nothing(
     assert flags and not any(bool(flag) for flag in flags)
     assert set(blocked) <= {"ssdtrain-step"}
     assert sum(waits.values()) <= len(blocked)
+
+
+def test_parameters_that_have_been_stepped_can_be_read_after_the_step(
+    device: torch.device, attach: Attach
+) -> None:
+    """Also those whose step ends in `optimizer.step()`, while their copies to the device are late."""
+    with device, emulated_cuda.settings(h2d_gbps=0.01):
+        model = make_model()
+        optimizer = adamw(model.parameters())
+        limit = sum(parameter.nbytes for parameter in model.parameters()) * 3 // 2
+        runtime = attach(model, optimizer, tier="host", optimizer_on="cpu", clip="none", device_limit=limit)
+        assert runtime.state.plan.kept == 8
+        loss_of(model, batches(1)[0]).backward()
+        running = runtime.state._residency.running
+        wait([step._future for step in running])
+        optimizer.step()
+        assert not running
+        read = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        torch.cuda.synchronize()
+        assert same(read, dict(model.named_parameters()))

@@ -241,6 +241,22 @@ def test_what_a_loop_must_not_do_is_an_error_that_names_the_remedy(attach: Attac
         scaler.step(optimizer)
 
 
+@pytest.mark.parametrize("staged", [False, True], ids=["in-place", "staged"])
+def test_a_write_before_the_step_that_is_due_is_an_error(staged: bool, attach: Attach) -> None:
+    """A parameter that is still in memory after `optimizer.step()` looks as it was before."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    attach(model, optimizer, tier="host", staged=staged, optimizer_on="cpu")
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.step()
+    seen = [layer.up.weight for layer in model.layers if 0 not in layer.up.weight.stride()]
+    assert seen
+    with torch.no_grad():
+        seen[-1].mul_(0.5)
+    with pytest.raises(RuntimeError, match=r"up\.weight was written to after its step fell due"):
+        loss_of(model, batches(1)[0])
+
+
 def test_what_is_refused_at_start(attach: Attach) -> None:
     class Counting(torch.optim.SGD):
         def step(self, closure: Any = None) -> Any:
