@@ -109,6 +109,9 @@ class StoredGradient(StoredTensor):
                 self._standing = None
                 self.parameter.grad = self.tensor
 
+    def _slot_is_right(self) -> bool:
+        return self._applied == 0 and super()._slot_is_right()
+
     def pending_scales(self) -> list[torch.Tensor]:
         """Return the factors that the bytes in memory, or in the slot where they are away, still lack."""
         return self.scales[self._applied :]

@@ -157,6 +157,10 @@ def _shown(storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[i
     return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, *geometry)
 
 
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 class _HostBuffer:
     """Host memory that a transfer passes through: pinned where the arena has room."""
 
@@ -214,6 +218,8 @@ class Staged(StateTransfers):
         copied = self._sources.pop(storage._cdata, None)
         if copied is not None:
             self._device.wait(copied)
+        if storage.nbytes():  # its memory may be another stream's
+            self._device.record_use(_bytes_of(storage))
 
     def last_copy(self, slot: Slot) -> Event | None:
         return self._copies.get(slot.address)
@@ -410,9 +416,7 @@ class _OrderedLoad(_OrderedStore):
             return
         self._device.wait(self._copied)
         if self._device.current_stream() != self._stream:  # whose memory it is
-            self._device.record_use(
-                torch.empty(0, dtype=torch.uint8, device=self._storage.device).set_(self._storage)
-            )
+            self._device.record_use(_bytes_of(self._storage))
 
 
 class _StagedLoad(StateTransfer):
