@@ -245,6 +245,9 @@ class Residency:
         if part.where is not Where.HERE or part.stays or part.pinned:
             return
         self.write(part)
+        self._leave(part)
+
+    def _leave(self, part: Part) -> None:
         with signals_deferred():
             for tensor in part.tensors:
                 tensor.hide()
@@ -285,12 +288,7 @@ class Residency:
             return
         for tensor in part.tensors:
             tensor.wait_for_store()
-        with signals_deferred():
-            for tensor in part.tensors:
-                tensor.hide()
-            part.where = Where.LEAVING
-            self._leaving.append(part)
-        self._free_what_has_left()
+        self._leave(part)
 
     def forget(self, part: Part) -> None:
         """Free the memory of `part`, whose bytes nobody needs any more, or others have."""
