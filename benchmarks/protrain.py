@@ -33,6 +33,7 @@ from torch import nn
 
 import ssdtrain
 from benchmarks.common import finish, hardware, parser
+from benchmarks.gpu.measure import be_deterministic
 from benchmarks.models import GPT, gpt
 from benchmarks.protrain_simulated import simulated
 from ssdtrain.config.state import StateConfig
@@ -489,6 +490,9 @@ def main() -> None:
     arguments.add_argument("--burst", type=int, default=1, help="steps of a way in a round")
     arguments.add_argument("--parts", default=",".join(PARTS), help="to run, comma-separated")
     chosen = arguments.parse_args()
+    if chosen.device == "cuda":
+        be_deterministic()
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.manual_seed(1)
     batch = [torch.randint(256, (chosen.batch, chosen.sequence), device=chosen.device) for _ in range(2)]
     sizes = ("layers", "hidden", "sequence", "batch", "pairs", "burst")
