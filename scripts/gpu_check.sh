@@ -3,8 +3,9 @@
 #
 #   scripts/gpu_check.sh [--dry-run] [STEP...]
 #
-# Steps, in this order: install, doctor, streams, training, kernels (tests marked gpu), model_state (its times; beside ZeRO-Offload
-# where DeepSpeed is installed), bench (the table of docs/results/gpu.md).
+# Steps, in this order: install, doctor, streams, training, kernels (tests marked gpu), frameworks (their own code on one rank, of
+# those that are installed; MEGATRON_LM_DIR: a checkout of Megatron-LM, for its pretrain_gpt.py), model_state (its times; beside
+# ZeRO-Offload where DeepSpeed is installed), bench (the table of docs/results/gpu.md).
 # Without a name: all. One call takes at most LIMIT seconds (540) and begins no step that has ended, unless it is named; call it
 # again for the rest: `bench` goes on with the rows that are missing. About 20 minutes in all.
 #
@@ -71,6 +72,18 @@ streams() { tests tests/gpu/test_streams.py tests/gpu/test_exact.py tests/test_d
 training() { tests tests/gpu/test_training.py tests/gpu/test_features.py; }
 kernels() { TEST_LIMIT=240 tests tests/codecs/test_kernels.py; }
 
+frameworks() {
+  local rows=()
+  there() { "$python" -c "import $1" 2>/dev/null; }
+  if there transformers && there accelerate; then rows+=(tests/gpu/test_hf_trainer.py); fi
+  if there transformers && there lightning; then rows+=(tests/gpu/test_other_trainers.py); fi
+  if [ -z "${DRY_RUN:-}" ]; then # on a CPU these are tests like others
+    if there deepspeed; then rows+=(tests/deepspeed/test_matrix.py); fi
+    if there megatron.core; then rows+=(tests/megatron/test_matrix.py tests/megatron/test_pretrain_on_device.py); fi
+  fi
+  [ ${#rows[@]} = 0 ] || SSDTRAIN_TEST_DEVICE=cuda SSDTRAIN_POISON=1 "$python" -m pytest -q -p no:cacheprovider -m "not long" "${rows[@]}"
+}
+
 model_state() {
   local parts=state,plan sizes="--device cuda --layers 12 --hidden 2048 --heads 16 --sequence 1024 --batch 8 --pairs 4 --burst 4"
   if [ -n "${DRY_RUN:-}" ]; then
@@ -88,13 +101,13 @@ bench() {
 }
 
 # A step that is ended by its own limit has failed; one that the end of the call cuts off is not done.
-declare -A most=([install]=150 [doctor]=60 [streams]=180 [training]=420 [kernels]=270 [model_state]=240 [bench]=480)
+declare -A most=([install]=150 [doctor]=60 [streams]=180 [training]=420 [kernels]=270 [frameworks]=300 [model_state]=240 [bench]=480)
 if [ "${1:-}" = --step ]; then # by this script, below `timeout`
   "$2" "${3:-}"
   exit
 fi
 
-steps=(install doctor streams training kernels model_state bench)
+steps=(install doctor streams training kernels frameworks model_state bench)
 asked=("${@:-${steps[@]}}")
 for step in "${asked[@]}"; do
   [ -n "${most[$step]:-}" ] || { echo "no step is called $step: ${steps[*]}"; exit 2; }

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.state.conftest import attach as attach  # a fixture
+from tests.gpu.conftest import late as late  # a fixture
+from tests.state.conftest import attach as attach
 
 ACTIVE = importlib.util.find_spec("emulated_cuda") is not None and torch.cuda.is_available()
 """Whether this process is on the emulated device: `.venv-cuda` is its environment."""
@@ -36,13 +36,3 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda", 0)
-
-
-@pytest.fixture(params=range(int(os.environ.get("EMULATED_TEST_SEEDS", "1"))))
-def late(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Work of the device begins late at random, and copies take their time."""
-    import emulated_cuda
-
-    with emulated_cuda.settings(delay_ms=5, h2d_gbps=1, d2h_gbps=1, seed=request.param):
-        yield
-        torch.cuda.synchronize()

@@ -14,7 +14,7 @@ import pytest
 from tests.deepspeed.conftest import Results
 from tests.deepspeed.rows import QUICK, ROWS, SLOW, Row
 from tests.deepspeed.upstream import needs
-from tests.support.tiers import tier
+from tests.support.tiers import on_devices, tier
 
 # The first test of a group size waits for all its rows.
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -23,7 +23,9 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 def parameters(rows: list[Row]) -> list[Any]:
     return [
         pytest.param(
-            row, id=f"{row.ranks}-{row.name}", marks=[*needs(*row.needs), *tier(row.name, QUICK, SLOW)]
+            row,
+            id=f"{row.ranks}-{row.name}",
+            marks=[*needs(*row.needs), *on_devices(row.ranks), *tier(row.name, QUICK, SLOW)],
         )
         for row in rows
     ]

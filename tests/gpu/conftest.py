@@ -1,5 +1,6 @@
 """The device of these tests: a GPU, or the CPU in a dry run."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -37,3 +38,16 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     be_deterministic()
     yield
     torch.set_deterministic_debug_mode(before)
+
+
+@pytest.fixture(params=range(int(os.environ.get("EMULATED_TEST_SEEDS", "1"))))
+def late(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Work of an emulated device begins late at random, and copies take their time. Hardware takes its own."""
+    if importlib.util.find_spec("emulated_cuda") is None:
+        yield
+        return
+    import emulated_cuda
+
+    with emulated_cuda.settings(delay_ms=5, h2d_gbps=1, d2h_gbps=1, seed=request.param):
+        yield
+        torch.cuda.synchronize()

@@ -10,7 +10,7 @@ import pytest
 
 from tests.megatron.batches import Matrix
 from tests.megatron.rows import ON_DEVICES, QUICK, ROWS, SLOW, Row
-from tests.support.tiers import tier
+from tests.support.tiers import on_devices, tier
 
 pytestmark = [
     pytest.mark.distributed,
@@ -26,7 +26,12 @@ MATRIX = Matrix("tests.megatron.matrix", {row.name: row.world for row in ROWS}, 
 
 def parameters(rows: list[Row]) -> list[Any]:
     return [
-        pytest.param(row, id=f"{row.world}: {row.name}", marks=tier(row.name, QUICK, SLOW)) for row in rows
+        pytest.param(
+            row,
+            id=f"{row.world}: {row.name}",
+            marks=[*on_devices(row.world), *tier(row.name, QUICK, SLOW)],
+        )
+        for row in rows
     ]
 
 

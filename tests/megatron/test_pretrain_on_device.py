@@ -1,4 +1,5 @@
-"""Megatron-LM's own pretrain_gpt.py on its CUDA code, with its default layers, those of Transformer Engine (`make test-cuda`).
+"""Megatron-LM's own pretrain_gpt.py on its CUDA code, with its default layers, those of Transformer Engine, and with its own
+(`make test-cuda`).
 
 Needs a checkout (MEGATRON_LM_DIR), as `test_megatron_lm.py` does.
 """
@@ -13,6 +14,7 @@ import pytest
 
 from tests.megatron.test_megatron_lm import ARRANGED, CHECKOUT, LAUNCHER, losses, script
 from tests.support.processes import DEVICE, start
+from tests.support.tiers import on_devices
 
 pytestmark = [
     pytest.mark.distributed,
@@ -35,11 +37,18 @@ LAYOUTS = {
         "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2",
     ),
     "context parallelism": (2, "--context-parallel-size 2 --attention-dropout 0"),
+    # The one for a single GPU without Transformer Engine and apex.
+    "one rank, layers of Megatron-core": (
+        1,
+        "--transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm --no-masked-softmax-fusion",
+    ),
 }
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=on_devices(world)) for name, (world, _) in LAYOUTS.items()]
+)
 def test_losses_and_norms_are_those_without_offload(layout: str, tmp_path: Path) -> None:
     world, parallel = LAYOUTS[layout]
     flags = [*FLAGS, *shlex.split(parallel)]

@@ -4,6 +4,9 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+import torch
+
+from tests.support.processes import DEVICE
 
 
 def tiered(values: Iterable[Any], quick: Collection[Any]) -> list[Any]:
@@ -22,3 +25,10 @@ def tier(name: str, quick: Collection[str], slow: Collection[str]) -> list[pytes
     if name in quick:
         return []
     return [pytest.mark.slow if name in slow else pytest.mark.long]
+
+
+def on_devices(ranks: int) -> list[pytest.MarkDecorator]:
+    """Skips a row whose ranks have a CUDA device each, where there are fewer."""
+    if DEVICE != "cuda" or torch.cuda.device_count() >= ranks:
+        return []
+    return [pytest.mark.skip(reason=f"{ranks} ranks on {torch.cuda.device_count()} CUDA devices")]

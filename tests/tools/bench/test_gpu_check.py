@@ -69,16 +69,27 @@ def test_steps_that_fail_or_are_cut_off_stop_no_other_and_a_second_call_goes_on(
     assert status == 75 and "SOMETHING FAILED" in output and "left for the next call: bench\n" in output
     assert any("benchmarks.gpu" in call for call in calls)
     first = (tmp_path / "out" / "status.txt").read_text()
-    for step, expected in (("doctor", 0), ("streams", 1), ("training", 124), ("kernels", 1), ("bench", 75)):
+    for step, expected in (
+        ("doctor", 0),
+        ("streams", 1),
+        ("training", 124),
+        ("kernels", 1),
+        ("frameworks", 1),
+        ("bench", 75),
+    ):
         assert f"{step}: status {expected}" in first
     status, output, calls = check(tmp_path, LIMIT="0")
     assert status == 75 and "left for the next call: bench\n" in output and not calls
     status, output, calls = check(tmp_path)
     assert status == 1 and "left for" not in output
-    assert "SOMETHING FAILED (streams training kernels)" in output, "also what an earlier call ran"
+    assert "SOMETHING FAILED (streams training kernels frameworks)" in output, "also what an earlier call ran"
     assert len(calls) == 1, "the benchmark: a step that has ended runs again only where it is named"
-    status, output, calls = check(tmp_path, "streams", "kernels")
-    assert status == 1 and len(calls) == 2 and "SOMETHING FAILED (training)" in output
+    status, output, calls = check(tmp_path, "streams", "kernels", "frameworks")
+    assert (
+        status == 1
+        and sum("pytest" in call for call in calls) == 3
+        and "SOMETHING FAILED (training)" in output
+    )
     status, output, calls = check(tmp_path, "training", "bench")
     assert status == 0 and len(calls) == 2 and "all well" in output
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"log.txt", "status.txt"}
@@ -87,7 +98,7 @@ def test_steps_that_fail_or_are_cut_off_stop_no_other_and_a_second_call_goes_on(
 def test_what_has_not_run_is_not_called_well(tmp_path: Path) -> None:
     status, output, _ = check(tmp_path, "doctor")
     assert status == 0 and "all well" not in output
-    assert "not run: install streams training kernels model_state bench\n" in output
+    assert "not run: install streams training kernels frameworks model_state bench\n" in output
     status, output, calls = check(tmp_path, LIMIT="0")
     assert status == 75 and "all well" not in output and not calls
     status, output, calls = check(tmp_path, "doctor", LIMIT="0")  # named, and then without time for it

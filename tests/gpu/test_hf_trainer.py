@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 import ssdtrain
+
+transformers = pytest.importorskip("transformers", reason="of requirements-cuda.txt")
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu", "late")]
 
 SIZE = {"vocab_size": 64, "num_hidden_layers": 2}
 LLAMA = transformers.LlamaConfig(
@@ -75,7 +78,6 @@ def trained(name: str, directory: Path, attach: bool) -> tuple[list[float], list
     return losses, [parameter.detach().cpu() for parameter in trainer.model.parameters()]
 
 
-@pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("name", MODELS)
 def test_the_trainer_gets_the_same_losses_and_weights(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

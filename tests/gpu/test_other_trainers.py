@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from examples.trainers.tiny import model, text, tokenizer
 from ssdtrain.runtime import Runtime
 
 lightning = pytest.importorskip("lightning", reason="of requirements-cuda.txt")
-datasets = pytest.importorskip("datasets", reason="of requirements-cuda.txt")
 
-pytestmark = pytest.mark.usefixtures("late")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu", "late")]
 
 
 def config_of(directory: Path) -> dict[str, Any]:
@@ -31,8 +29,10 @@ def weights_of(trained: nn.Module, runtime: Runtime | None) -> list[torch.Tensor
 
 
 def sft(directory: Path, attach: bool, **options: Any) -> list[torch.Tensor]:
+    import datasets
     from trl import SFTConfig, SFTTrainer
 
+    from examples.trainers.tiny import model, text, tokenizer
     from ssdtrain.hf import SSDTrainCallback
 
     arguments = SFTConfig(
@@ -64,6 +64,8 @@ def sft(directory: Path, attach: bool, **options: Any) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("offloading", [False, True], ids=["plain", "activation_offloading"])
 def test_sft(offloading: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for needed in ("trl", "datasets"):
+        pytest.importorskip(needed, reason="of requirements-cuda.txt")
     from accelerate.state import AcceleratorState
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
