@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.machinery
+import importlib.util
 import os
 import runpy
 import sys
@@ -38,8 +39,8 @@ from tests.support import processes
 
 CPU = torch.device("cpu")
 ON_GPU = processes.DEVICE == "cuda"
-"""Whether the ranks have a CUDA device (`make test-cuda`): then nothing that asks for one is replaced, and there is Transformer
-Engine, with stand-ins for its kernels."""
+"""Whether the ranks have a CUDA device: then nothing that asks for one is replaced. `make test-cuda` has Transformer Engine, too,
+with stand-ins for its kernels."""
 DEVICE = torch.device("cuda") if ON_GPU else CPU
 
 FACTORIES = ["zeros", "ones", "empty", "full", "tensor", "as_tensor", "arange", "rand", "randn", "randint"]
@@ -207,14 +208,15 @@ def _arrange_fused_gradient() -> None:
 
 def finish() -> None:
     """Replace what megatron.core bound at its import, and mend what only works beside Transformer Engine."""
-    if ON_GPU:
+    if ON_GPU and importlib.util.find_spec("transformer_engine") is not None:
         return
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    if not ON_GPU:
+        random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+        random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
 
     # Without Transformer Engine `fp8=False` counts as fp8.
     plain_init = random.CheckpointWithoutOutput.__init__
