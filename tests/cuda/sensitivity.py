@@ -24,6 +24,9 @@ TESTS = [
     "tests/cuda/test_programs.py",
     "tests/cuda/test_gpudirect.py",
 ]
+STATE = "state: "
+"""What the names of model state's lines begin with."""
+TESTS_OF_STATE = ["tests/cuda/test_state_copies.py", "tests/cuda/test_state.py"]
 VARIABLE = "SENSITIVITY_REMOVED"
 CLOCK_GHZ = "0.1"
 """Of the device: what tests let it sleep takes so long that a host with much else to do comes first."""
@@ -117,6 +120,14 @@ REMOVALS: dict[str, Callable[[Any], None]] = {
     "a buffer beside the arena is kept while it is copied": let_go("advance_load"),
     "GPUDirect writes behind what made the data": without("event_handle", "begin_store", 0),
     "GPUDirect reads behind the last users of its memory": without("event_handle", "begin_load", 0),
+    STATE + "freed memory waits for the copy that reads it": without("wait", "before_free"),
+    STATE + "freed memory of another stream is kept": without("record_use", "before_free"),
+    STATE + "what reuses the memory waits for a store through the buffer": without("wait", "store"),
+    STATE + "a copy in comes behind the last users of its memory": without("record", "_queue_copy_in"),
+    STATE + "a block waits for its load": without("wait", "wait"),
+    STATE + "a block waits for its load through the buffer": without("wait", "copy_in"),
+    STATE + "the CPU's step waits for the copies that it reads": without("block", "_run", True),
+    STATE + "what was stepped is waited for": without("wait", "arrive"),
 }
 
 
@@ -133,7 +144,7 @@ def noticed(name: str) -> dict[str, Any]:
         [
             sys.executable,
             *["-m", "pytest", "-q", "-x", "-m", "gpu", "-p", "tests.cuda.sensitivity", "--timeout=200"],
-            *TESTS,
+            *(TESTS_OF_STATE if name.startswith(STATE) else TESTS),
         ],
         capture_output=True,
         text=True,

@@ -17,6 +17,17 @@ from tests.state.conftest import Attach
 from tests.state.training import Recipe, adamw, batches, loss_of, make_model, run, same
 
 
+@pytest.fixture
+def flags(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Kernels are stood in for, without which the host waits: what they compute is tested elsewhere. Returns what says where the
+    device would have stored."""
+    found: list[torch.Tensor] = []
+    monkeypatch.setattr(kernels, "usable", lambda backend, *tensors: True)
+    monkeypatch.setattr(kernels, "checksum", lambda words, place, mix: checksum._sum_of(words, 1))
+    monkeypatch.setattr(kernels, "copy_where_set", lambda flag, *rest: found.append(flag.clone()))
+    return found
+
+
 @pytest.mark.usefixtures("late")
 def test_what_is_changed_past_autograd_is_stored(device: torch.device, attach: Attach) -> None:
     """By the host, or where there are kernels (Triton's interpreter) by the device itself."""
@@ -26,13 +37,13 @@ def test_what_is_changed_past_autograd_is_stored(device: torch.device, attach: A
 
 @pytest.mark.parametrize("optimizer_on", ["device", "cpu"])
 def test_a_step_makes_the_host_wait_for_nothing(
-    optimizer_on: str, device: torch.device, attach: Attach, monkeypatch: pytest.MonkeyPatch
+    optimizer_on: str,
+    device: torch.device,
+    attach: Attach,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: list[torch.Tensor],
 ) -> None:
-    """But for the thread of the CPU's steps. Kernels are stood in for: what they compute is tested elsewhere."""
-    flags: list[torch.Tensor] = []
-    monkeypatch.setattr(kernels, "usable", lambda backend, *tensors: True)
-    monkeypatch.setattr(kernels, "checksum", lambda words, place, mix: checksum._sum_of(words, 1))
-    monkeypatch.setattr(kernels, "copy_where_set", lambda flag, *rest: flags.append(flag.clone()))
+    """But for the thread of the CPU's steps."""
     block, blocked = CudaDevice.block, []
 
     def noted(self: CudaDevice, event: Event, timeout: float | None = None) -> bool:
@@ -75,3 +86,37 @@ def test_parameters_that_have_been_stepped_can_be_read_after_the_step(
         read = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         torch.cuda.synchronize()
         assert same(read, dict(model.named_parameters()))
+
+
+@pytest.mark.usefixtures("late", "flags")
+def test_memory_that_another_stream_still_reads_is_not_given_out(
+    device: torch.device, attach: Attach
+) -> None:
+    """Blocks run on one stream and are stepped on another; in between the first one makes tensors that have nothing to do with
+    the step."""
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+
+    def trained(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+        sizes = [parameter.numel() for parameter in model.parameters()]
+        losses = []
+        for batch in batches(4):
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                loss = loss_of(model, batch)
+                loss.backward()
+            current.wait_stream(side)
+            optimizer.step()
+            with torch.cuda.stream(side):
+                others = [torch.full((size,), torch.nan) for size in 4 * sizes]
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            del others
+        return losses
+
+    with device:
+        model = make_model()
+        expected = trained(model, adamw(model.parameters()))
+        model = make_model()
+        optimizer = adamw(model.parameters())
+        attach(model, optimizer, tier="host")
+        assert trained(model, optimizer) == expected
