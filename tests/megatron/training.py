@@ -259,7 +259,9 @@ def _forward_step(
         output = model(tokens, torch.ones_like(tokens), torch.zeros_like(tokens), lm_labels=labels)
     elif kind == "t5":
         seen = torch.zeros(SEQUENCES, 1, 1, LENGTH, dtype=torch.bool, device=DEVICE)
-        if BY_TRANSFORMER_ENGINE:  # padding of queries and of keys; the decoder's own mask is causal by its spec
+        if (
+            BY_TRANSFORMER_ENGINE
+        ):  # padding of queries and of keys; the decoder's own mask is causal by its spec
             output = model(tokens, labels, seen, None, (seen, seen), lm_labels=tokens)
         else:
             seen = seen.expand(-1, -1, LENGTH, -1)
