@@ -204,7 +204,7 @@ def values(kind: str, numel: int) -> Tensor:
     x = torch.randn(numel, generator=generator) * 0.02
     if kind == "zero rows":
         x.view(-1, 1024)[::3] = 0
-    if kind == "outliers":  # every superblock looks for other bases
+    if kind == "outliers":
         x[::256] = 1e4
     return x
 
@@ -347,15 +347,13 @@ def exact_kernels(dtype: torch.dtype, architecture: int) -> dict[str, KernelCode
 
 def bytes_per_value(direction: str, code: KernelCode, dtype: torch.dtype) -> dict[str, float]:
     """Bytes of global memory that a program accesses for each value: in vectors of 16 bytes, and at most, if every instruction
-    ran once in every thread (those of exceptions, most of whose lanes are masked).
-
-    Without the values that encoding reads again where a pool is too small, 32 KiB that the program itself has just read.
+    but those of the header, which one thread writes, ran once in every thread: most lanes of those of exceptions are masked.
     """
     widths = [code.bytes_by_width(way) for way in ("ld", "st")]
-    again = dtype.itemsize if direction == "encode" else 0
+    header = 12 * code.threads if direction == "encode" else 0
     return {
-        "vectors": sum(by_width[16] for by_width in widths) / SUPERBLOCK - again,
-        "at most": sum(sum(by_width.values()) for by_width in widths) / SUPERBLOCK - again,
+        "vectors": sum(by_width[16] for by_width in widths) / SUPERBLOCK,
+        "at most": (sum(sum(by_width.values()) for by_width in widths) - header) / SUPERBLOCK,
     }
 
 

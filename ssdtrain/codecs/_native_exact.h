@@ -6,9 +6,10 @@
 #include "_native_floats.h"
 #include "_native_parallel.h"
 
-enum { EXACT_BLOCK = 128, EXACT_GROUP = 4 * EXACT_BLOCK, EXACT_GROUPS = 32, EXACT_POOL = 384 };
-enum { EXACT_FRONT = 4 * EXACT_GROUPS + EXACT_POOL, EXACT_CODED = 768, EXACT_LOW = 1024 };
-enum { EXACT_EXCEPTION = 14, EXACT_ZERO = 15, EXACT_TYPICAL_ABOVE = 3 };
+enum { EXACT_BLOCK = 128, EXACT_GROUP = 4 * EXACT_BLOCK, EXACT_GROUPS = 32, EXACT_POOL = 352 };
+enum { EXACT_LEADS = 4 * EXACT_GROUPS, EXACT_FRONT = EXACT_LEADS + EXACT_GROUPS + EXACT_POOL };
+enum { EXACT_CODED = 768, EXACT_LOW = 1024 };
+enum { EXACT_EXCEPTION = 14, EXACT_ZERO = 15, EXACT_FAR = 15, EXACT_ABOVE_MEAN = 8 };
 
 typedef struct {
     const void *x; /* encode */
@@ -28,28 +29,37 @@ INLINE const uint16_t *high_halves(const exact_job *e, int64_t group, uint16_t *
     return narrowed;
 }
 
-INLINE unsigned largest_exponent(const uint16_t *restrict high, int count) {
-    uint16_t most = 0;
-    for (int i = 0; i < count; i++) {
-        uint16_t magnitude = high[i] & 0x7fffu;
-        most = magnitude > most ? magnitude : most;
+typedef struct {
+    uint16_t exponent, value; /* as unsigned numbers: the largest value is a negative one if there is any */
+} exact_most;
+
+/* The base of a block, whose largest exponent and value go into `most`. */
+INLINE unsigned base_of(const uint16_t *restrict high, exact_most *most) {
+    uint16_t magnitude = 0, value = 0, sum = 0, count = 0;
+    for (int i = 0; i < EXACT_BLOCK; i++) {
+        uint16_t m = high[i] & 0x7fffu;
+        magnitude = m > magnitude ? m : magnitude;
+        value = high[i] > value ? high[i] : value;
+        sum += m >> 7;
     }
-    return exponent_of(most);
+    unsigned largest = exponent_of(magnitude);
+    most->exponent = largest > most->exponent ? (uint16_t)largest : most->exponent;
+    most->value = value > most->value ? value : most->value;
+    if (largest <= sum / (unsigned)EXACT_BLOCK + EXACT_ABOVE_MEAN) return largest; /* the mean is no smaller without zeros */
+    for (int i = 0; i < EXACT_BLOCK; i++) count += (high[i] & 0x7f80u) != 0;
+    unsigned highest = sum / (count ? count : 1u) + EXACT_ABOVE_MEAN;
+    return largest < highest ? largest : highest;
 }
 
-INLINE unsigned typical_base(const uint16_t *restrict high, unsigned largest) {
-    unsigned smallest = 255;
-    for (int i = 0; i < EXACT_BLOCK; i += 8) {
-        unsigned exponent = largest_exponent(high + i, 8);
-        if (exponent && exponent < smallest) smallest = exponent;
-    }
-    return smallest + EXACT_TYPICAL_ABOVE < largest ? smallest + EXACT_TYPICAL_ABOVE : largest;
+/* Distance of a value from the exponent at which codes of its sign begin. */
+INLINE uint16_t distance_of(uint16_t high, uint16_t base, uint16_t lead) {
+    return (uint16_t)(base - (high >> 7 & 0xffu) - ((uint16_t)((int16_t)high >> 15) & lead));
 }
 
-INLINE uint16_t exponent_code(uint16_t high, uint16_t base) {
-    uint16_t exponent = high >> 7 & 0xffu, below = (uint16_t)(base - exponent);
-    uint16_t code = below < EXACT_EXCEPTION ? below : EXACT_EXCEPTION;
-    return exponent ? code : EXACT_ZERO;
+INLINE uint16_t exponent_code(uint16_t high, uint16_t base, uint16_t lead) {
+    uint16_t distance = distance_of(high, base, lead);
+    uint16_t code = distance < EXACT_EXCEPTION ? distance : EXACT_EXCEPTION;
+    return high & 0x7f80u ? code : EXACT_ZERO;
 }
 
 /* One in the lowest bit of each code that is an exception. */
@@ -59,18 +69,12 @@ INLINE uint64_t exceptions_of(uint64_t codes) {
     return codes & codes >> 2 & 0x1111111111111111u;
 }
 
-INLINE int count_exceptions(const uint16_t *restrict high, unsigned base) {
-    uint16_t exceptions = 0;
-    for (int i = 0; i < EXACT_BLOCK; i++) exceptions += exponent_code(high[i], (uint16_t)base) == EXACT_EXCEPTION;
-    return exceptions;
-}
-
 /* Writes the codes of a group and returns the number of exceptions. */
-INLINE int write_exponents(const uint16_t *restrict high, const uint8_t *base, uint16_t *restrict codes) {
+INLINE int write_exponents(const uint16_t *restrict high, const uint8_t *base, uint16_t lead, uint16_t *restrict codes) {
     uint16_t exceptions = 0;
     for (int i = 0; i < EXACT_BLOCK; i++) {
         uint16_t c = 0;
-        for (int q = 0; q < 4; q++) c |= (uint16_t)(exponent_code(high[q * EXACT_BLOCK + i], base[q]) << 4 * q);
+        for (int q = 0; q < 4; q++) c |= (uint16_t)(exponent_code(high[q * EXACT_BLOCK + i], base[q], lead) << 4 * q);
         codes[i] = c;
         c ^= 0x1111u;
         c &= c >> 1;
@@ -107,54 +111,48 @@ INLINE uint8_t *record_of(const exact_job *e, int64_t superblock) {
 /* Returns 1 if all values are finite, plus 2 if the pool holds all exceptions. */
 INLINE int encode_superblock(const exact_job *e, int64_t superblock) {
     uint16_t narrowed[EXACT_GROUP];
+    uint8_t far[EXACT_POOL];
     int64_t first = superblock * EXACT_GROUPS;
-    int groups = (int)least(e->groups - first, EXACT_GROUPS), exceptions[EXACT_GROUPS], total = 0;
-    unsigned most = 0;
-    uint8_t *record = record_of(e, superblock), *pool = record + 4 * EXACT_GROUPS;
+    int groups = (int)least(e->groups - first, EXACT_GROUPS), exceptions = 0, fars = 0;
+    exact_most most = {0, 0};
+    uint8_t *record = record_of(e, superblock), *pool = record + EXACT_FRONT - EXACT_POOL;
     memset(record, 0, EXACT_FRONT);
-    /* 1. Everything but exceptions. */
     for (int g = 0; g < groups; g++) {
-        uint16_t *data = (uint16_t *)(record + EXACT_FRONT + g * group_bytes(e));
+        uint16_t *data = (uint16_t *)(record + EXACT_FRONT + g * group_bytes(e)), *codes = data + 2 * EXACT_BLOCK;
         const uint16_t *high = high_halves(e, first + g, narrowed);
+        uint8_t *base = record + 4 * g, *lead = record + EXACT_LEADS + g;
+        /* 1. Everything but exceptions. */
+        uint16_t smallest = 255;
+        most.value = 0;
         for (int q = 0; q < 4; q++) {
-            unsigned base = largest_exponent(high + q * EXACT_BLOCK, EXACT_BLOCK);
-            most = base > most ? base : most;
-            record[4 * g + q] = (uint8_t)base;
+            base[q] = (uint8_t)base_of(high + q * EXACT_BLOCK, &most);
+            smallest = base[q] < smallest ? base[q] : smallest;
         }
+        uint16_t of_negative = most.value >> 15 ? exponent_of(most.value) : 0;
+        *lead = (uint8_t)(smallest > of_negative ? smallest - of_negative : 0);
         write_kept(high, data);
-        total += exceptions[g] = write_exponents(high, record + 4 * g, data + 2 * EXACT_BLOCK);
         if (e->dtype == FLOAT32) {
             const uint32_t *restrict x = (const uint32_t *)e->x + (first + g) * EXACT_GROUP;
             uint16_t *restrict low = data + 3 * EXACT_BLOCK;
             for (int i = 0; i < EXACT_GROUP; i++) low[i] = (uint16_t)x[i];
         }
-    }
-    /* 2. Typical bases, where the pool does not hold the exceptions. */
-    for (int g = 0, full = total > EXACT_POOL; g < groups && full; g++) {
-        uint8_t *data = record + EXACT_FRONT + g * group_bytes(e), *bases = record + 4 * g;
-        const uint16_t *high = high_halves(e, first + g, narrowed);
-        for (int q = 0; q < 4; q++) {
-            const uint16_t *block = high + q * EXACT_BLOCK;
-            unsigned typical = typical_base(block, bases[q]);
-            if (count_exceptions(block, typical) < count_exceptions(block, bases[q])) bases[q] = (uint8_t)typical;
-        }
-        total -= exceptions[g];
-        total += exceptions[g] = write_exponents(high, bases, (uint16_t *)data + 2 * EXACT_BLOCK);
-    }
-    /* 3. Exceptions. */
-    for (int g = 0, rank = 0; g < groups; g++) {
-        const uint8_t *codes = record + EXACT_FRONT + g * group_bytes(e) + 4 * EXACT_BLOCK;
-        if (!exceptions[g]) continue;
-        const uint16_t *high = high_halves(e, first + g, narrowed);
+        /* 2. Exceptions. */
+        if (!write_exponents(high, base, *lead, codes)) continue;
         for (int i = 0; i < EXACT_BLOCK; i += 4) {
             uint64_t some;
-            memcpy(&some, codes + 2 * i, 8);
+            memcpy(&some, codes + i, 8);
             EACH_EXCEPTION(some, i, place) {
-                if (rank < EXACT_POOL) pool[rank++] = (uint8_t)exponent_of(high[place]);
+                if (exceptions++ >= 2 * EXACT_POOL) continue;
+                uint16_t nibble = distance_of(high[place], base[place / EXACT_BLOCK], *lead);
+                nibble = (uint16_t)(nibble - EXACT_EXCEPTION);
+                nibble = nibble < EXACT_FAR ? nibble : EXACT_FAR;
+                pool[(exceptions - 1) / 2] |= (uint8_t)(nibble << (exceptions - 1) % 2 * 4);
+                if (nibble == EXACT_FAR && fars++ < EXACT_POOL) far[fars - 1] = (uint8_t)exponent_of(high[place]);
             }
         }
     }
-    return (most < 255) | (total <= EXACT_POOL) << 1;
+    for (int i = 0; i < fars && i < EXACT_POOL; i++) pool[EXACT_POOL - 1 - i] = far[i];
+    return (most.exponent < 255) | ((exceptions + 1) / 2 + fars <= EXACT_POOL) << 1;
 }
 
 EVERY_CPU static int exact_encode_slice(const void *job, int64_t first, int64_t last) {
@@ -166,28 +164,35 @@ EVERY_CPU static int exact_encode_slice(const void *job, int64_t first, int64_t 
 INLINE void decode_superblock(const exact_job *e, int64_t superblock) {
     uint16_t wide[EXACT_GROUP];
     int64_t first = superblock * EXACT_GROUPS;
-    int groups = (int)least(e->groups - first, EXACT_GROUPS), rank = 0;
-    const uint8_t *record = record_of(e, superblock), *pool = record + 4 * EXACT_GROUPS;
+    int groups = (int)least(e->groups - first, EXACT_GROUPS), exceptions = 0, fars = 0;
+    const uint8_t *record = record_of(e, superblock), *pool = record + EXACT_FRONT - EXACT_POOL;
     for (int g = 0; g < groups; g++) {
         const uint16_t *restrict kept = (const uint16_t *)(record + EXACT_FRONT + g * group_bytes(e));
         const uint16_t *restrict codes = kept + 2 * EXACT_BLOCK, *restrict low = kept + 3 * EXACT_BLOCK;
+        const uint8_t *bases = record + 4 * g;
         uint16_t *restrict high =
             e->dtype == BFLOAT16 ? (uint16_t *)e->out + (first + g) * EXACT_GROUP : wide;
-        uint16_t any = 0;
+        uint16_t any = 0, lead = record[EXACT_LEADS + g];
         for (int q = 0; q < 4; q++) {
-            uint16_t base = record[4 * g + q];
+            uint16_t base = bases[q];
             for (int i = 0; i < EXACT_BLOCK; i++) {
                 uint16_t k = kept[q / 2 * EXACT_BLOCK + i] >> 8 * (q % 2), c = codes[i] >> 4 * q & 0xfu;
-                uint16_t exponent = c < EXACT_EXCEPTION ? (uint16_t)(base - c) : 0;
+                uint16_t sign = (uint16_t)((k & 0x80u) << 8), exponent = (uint16_t)(base - c - (sign ? lead : 0));
                 any |= c == EXACT_EXCEPTION;
-                high[q * EXACT_BLOCK + i] = (uint16_t)((k & 0x7fu) | (k & 0x80u) << 8 | exponent << 7);
+                exponent = c < EXACT_EXCEPTION ? exponent : 0;
+                high[q * EXACT_BLOCK + i] = (uint16_t)((k & 0x7fu) | sign | exponent << 7);
             }
         }
         for (int i = 0; any && i < EXACT_BLOCK; i += 4) {
             uint64_t some;
             memcpy(&some, codes + i, 8);
             EACH_EXCEPTION(some, i, place) {
-                if (rank < EXACT_POOL) high[place] |= (uint16_t)(pool[rank++] << 7);
+                if (exceptions == 2 * EXACT_POOL || fars == EXACT_POOL) break;
+                unsigned nibble = pool[exceptions / 2] >> exceptions % 2 * 4 & 0xfu;
+                unsigned exponent = distance_of(high[place], bases[place / EXACT_BLOCK], lead) - EXACT_EXCEPTION - nibble;
+                exceptions++;
+                if (nibble == EXACT_FAR) exponent = pool[EXACT_POOL - 1 - fars++];
+                high[place] |= (uint16_t)((exponent & 0xffu) << 7);
             }
         }
         if (e->dtype == FLOAT32) {

@@ -99,8 +99,14 @@ def test_exact(numel: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_exact_of_everything(dtype: torch.dtype) -> None:
     """Pools that are full and too full, outliers, Inf, denormals and bits at random."""
-    assert_exact(torch.cat([with_exceptions(POOL_BYTES, dtype), with_exceptions(5, dtype, seed=1)]))
-    assert_exact(torch.cat([with_exceptions(5, dtype), with_exceptions(POOL_BYTES + 1, dtype, seed=1)]))
+    full, more = 2 * POOL_BYTES, 2 * POOL_BYTES + 1
+    assert_exact(torch.cat([with_exceptions(full, dtype), with_exceptions(5, dtype, seed=1)]))
+    assert_exact(torch.cat([with_exceptions(5, dtype), with_exceptions(more, dtype, seed=1)]))
+    assert_exact(torch.cat([with_exceptions(2, dtype, far=234), with_exceptions(900, dtype, 1, far=900)]))
+    most = torch.tensor([120] + 127 * [100])
+    assert_exact(with_exponents(most.repeat(4), dtype))  # all but four of the only 512 values
+    assert_exact(with_exponents(torch.cat([most.repeat(5), torch.full((384,), 110)]), dtype))
+    assert_exact(torch.nn.functional.gelu(3 * randn(SUPERBLOCK)).to(dtype))
     outliers = (randn(SUPERBLOCK) * 0.3).to(dtype)
     outliers[torch.arange(SUPERBLOCK) % 400 == 3] = (
         torch.tensor([3e4, torch.inf, -torch.nan]).to(dtype).repeat(14)[:41]

@@ -15,7 +15,7 @@ from ssdtrain.codecs import (
     payload_finite,
 )
 from ssdtrain.codecs.base import PAYLOAD_DTYPES
-from ssdtrain.codecs.exact import BLOCK, BLOCKS, GROUP, POOL_BYTES, Exact
+from ssdtrain.codecs.exact import BLOCK, BLOCKS, EXCEPTION, FAR_NIBBLE, GROUP, POOL_BYTES, Exact
 from tests.codecs.common import decoded, payload, randn
 from tests.codecs.test_lossless import same_bits
 
@@ -34,11 +34,14 @@ def with_exponents(exponents: Tensor, dtype: torch.dtype, seed: int = 0) -> Tens
     return bits.view(torch.float32) if dtype == torch.float32 else (bits >> 16).to(torch.int16).view(dtype)
 
 
-def with_exceptions(count: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """A superblock with `count` exceptions at random places but the first of each block, which has the largest exponent."""
+def with_exceptions(near: int, dtype: torch.dtype, seed: int = 0, far: int = 0) -> Tensor:
+    """A superblock with so many exceptions at random places but the first of each block, which has the largest exponent: up to 28
+    binades below it, which take half a byte each, and further away, which take one more."""
     exponents = torch.full((SUPERBLOCK,), 120)
     places = torch.randperm(SUPERBLOCK, generator=torch.Generator().manual_seed(seed))
-    exponents[places[places % BLOCK != 0][:count]] = 30 + torch.arange(count) % 70
+    places = places[places % BLOCK != 0]
+    exponents[places[:near]] = 120 - EXCEPTION - torch.arange(near) % FAR_NIBBLE
+    exponents[places[near : near + far]] = 30 + torch.arange(far) % 60
     return with_exponents(exponents, dtype, seed)
 
 
@@ -124,16 +127,26 @@ def test_random_bits_overflow_or_come_back(codec: Exact, dtype: torch.dtype) -> 
 @every_backend
 @every_coded
 @pytest.mark.parametrize("superblocks", [1, 3])
-@pytest.mark.parametrize("more", [-1, 0, 1])
+@pytest.mark.parametrize(
+    ("near", "far", "fits"),
+    [
+        (2 * POOL_BYTES - 1, 0, True),
+        (2 * POOL_BYTES, 0, True),
+        (2 * POOL_BYTES + 1, 0, False),
+        (2, 234, True),
+        (3, 234, False),
+        (2, 235, False),
+    ],
+)
 def test_a_pool_is_used_to_its_last_byte(
-    codec: Exact, dtype: torch.dtype, superblocks: int, more: int
+    codec: Exact, dtype: torch.dtype, superblocks: int, near: int, far: int, fits: bool
 ) -> None:
     parts = [with_exceptions(0, dtype, seed=i) for i in range(superblocks)]
-    parts[-1] = with_exceptions(POOL_BYTES + more, dtype)
+    parts[-1] = with_exceptions(near, dtype, far=far)
     x = torch.cat(parts)
     buf = payload(codec, x)
-    assert overflows(codec, buf) == (more > 0)
-    if more <= 0:
+    assert overflows(codec, buf) != fits
+    if fits:
         assert same_bits(decoded(codec, buf, x), x)
 
 
@@ -171,6 +184,7 @@ WIDE = {
     "gated": _gated(),
     "squared": torch.relu(randn(1 << 18)) ** 2,
     "gelu": torch.nn.functional.gelu(randn(1 << 18)),
+    "gelu of large inputs": torch.nn.functional.gelu(3 * randn(1 << 18)),
     "rows": (randn(1024, 384) * 2.0 ** (6 * randn(1024, 1, seed=1))).flatten(),
 }
 """Values whose exponents are far apart: of feed-forward layers, and of gradients whose rows differ by their experts' use."""
@@ -183,6 +197,19 @@ def test_what_training_saves_fits(name: str, dtype: torch.dtype) -> None:
     buf = payload(Exact(), x)
     assert not overflows(Exact(), buf)
     assert same_bits(decoded(Exact(), buf, x), x)
+
+
+@every_backend
+@every_coded
+def test_negative_values_may_be_far_below_positive_ones(codec: Exact, dtype: torch.dtype) -> None:
+    """Their codes begin where their exponents do."""
+    place = torch.arange(SUPERBLOCK)
+    below, above = (with_exponents(e, dtype).abs() for e in (60 + place % 13, 75 + place % 3))
+    x = torch.where(place % 3 == 0, above, -below)
+    buf = payload(codec, x)
+    assert not overflows(codec, buf)
+    assert same_bits(decoded(codec, buf, x), x)
+    assert overflows(codec, payload(codec, torch.where(place % 3 == 0, above, below)))
 
 
 @every_backend
