@@ -37,6 +37,18 @@ HOST_POINTER = 91  # cudaDevAttrCanUseHostPointerForRegisteredMem
 NON_BLOCKING = 1  # cudaStreamNonBlocking: the default stream does not wait for it
 
 
+class _CurrentStreams(dict[int, torch.cuda.Stream]):
+    """torch's objects of streams that were current, by handle: to make one takes longer than a hook does."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __missing__(self, handle: int) -> torch.cuda.Stream:
+        stream = self[handle] = torch.cuda.current_stream(self._device)
+        return stream
+
+
 class CudaDevice:
     """One CUDA device with a stream for stores and one for loads, so that neither delays the other.
 
@@ -55,7 +67,7 @@ class CudaDevice:
         self._load_stream = torch.cuda.Stream(self.device)
         self._store = int(self._store_stream.cuda_stream)
         self._load = int(self._load_stream.cuda_stream)
-        self._by_handle: dict[int, torch.cuda.Stream] = {}
+        self._torch_streams = _CurrentStreams(self.device)
         self._origin: Origin | None = None  # of timestamps
         self._link: tuple[float, float] | None = None
         self._copies: float | None = None
@@ -91,8 +103,11 @@ class CudaDevice:
         return source.clone()
 
     def copy_to_host(self, source: int, target: int, nbytes: int) -> Event | None:
-        request = source, target, nbytes, TO_HOST, self._store, raw_current_stream(self._index)
-        event = self._streams.copy(*request) or self._made_current(self._streams.copy, *request)
+        current = raw_current_stream(self._index)
+        event = self._streams.copy(source, target, nbytes, TO_HOST, self._store, current)
+        if event is None:
+            request = source, target, nbytes, TO_HOST, self._store, current
+            event = self._made_current(self._streams.copy, *request)
         self._recent.append(event)
         return event
 
@@ -160,11 +175,7 @@ class CudaDevice:
             self._made_current(self._streams.follow, current, stream)
 
     def record_use(self, tensor: torch.Tensor) -> None:
-        handle = raw_current_stream(self._index)
-        stream = self._by_handle.get(handle)
-        if stream is None:  # to make this object takes longer than all else here
-            stream = self._by_handle[handle] = torch.cuda.current_stream(self.device)
-        tensor.record_stream(stream)
+        tensor.record_stream(self._torch_streams[raw_current_stream(self._index)])
 
     def writes_pinned(self) -> bool:
         value = ctypes.c_int()

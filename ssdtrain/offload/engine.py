@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -56,8 +57,10 @@ from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
 __all__ = ["EngineLimits", "OffloadEngine"]
 
+_bytes_of = attrgetter("nbytes")
 _graph_task = torch._C._current_graph_task_id
-REAP_EVERY = 4  # saved tensors of a device between two looks at what has ended
+REAP_EVERY = 4
+"""Saved tensors of a device between two looks at what has ended: they leave it at fixed points of the tape anyway."""
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
 
 
@@ -118,6 +121,7 @@ class OffloadEngine:
         self.coding = Coding(codec, options.rank, writes_pinned=staged and device.writes_pinned())
         transfer: Transfer = made(store, self.buffers, self.meter, self.coding, device, options.verified)
         self._copies = transfer.copies  # off a device with streams
+        self._reap_every = REAP_EVERY if transfer.copies else 1
         # Looked up once: each saved tensor comes by here.
         self._capturing, self._current_stream, self._record_use = (
             device.capturing,
@@ -126,6 +130,7 @@ class OffloadEngine:
         )
         self._targets = transfer.targets
         self.mover = Mover(store, transfer, self.metrics, raise_when_full=options.raise_when_full)
+        self._departures = self.mover.departures
         self._release = self.mover.release  # a region whose last handle is gone
         self.prefetcher = Prefetcher(self.mover, self.buffers, options)
         self._restorer = Restorer(self.mover, self.prefetcher, self.eligible.modules)
@@ -140,6 +145,7 @@ class OffloadEngine:
             self.metrics.transfers if device.kind == "cpu" else None, lambda: self.coding.device_seconds
         )
         """Gets the begin and end of passes and hooks while it is active."""
+        self._largest_region = 0
         self._resting = False
         self.forked = False  # True in a forked child: files and buffers are the parent's, and its threads may have held the lock
         forks.track(self)
@@ -147,6 +153,16 @@ class OffloadEngine:
     def after_fork(self) -> None:
         """Do nothing any more, in a forked child."""
         self.forked = self._closed = True
+
+    @property
+    def policy(self) -> OffloadPolicy:
+        """Which regions leave."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: OffloadPolicy) -> None:
+        self._policy = policy
+        self._always = policy.always if type(policy) is AmountPolicy else None  # it need not be asked
 
     # What others record
 
@@ -188,8 +204,8 @@ class OffloadEngine:
 
     @property
     def largest_region(self) -> int:
-        """Bytes of the largest region so far."""
-        return self.prefetcher.largest
+        """Bytes of the largest region of a forward so far that was alive at its end."""
+        return self._largest_region
 
     @property
     def backwards(self) -> int:
@@ -239,17 +255,15 @@ class OffloadEngine:
         with self._lock:
             if self._closed:  # meanwhile, by another thread
                 return Kept(tensor)
-            self.metrics.saved_tensors += 1
-            stream = None
-            if copies := self._copies:
-                if self._capturing():  # the next call does the rest, see `_drain`
-                    self.meter.see(storage)
-                    return Kept(tensor)
-                stream = self._current_stream()
+            metrics = self.metrics
+            metrics.saved_tensors = number = metrics.saved_tensors + 1
+            stream = self._current_stream() if self._copies else None
+            if stream and self._capturing():  # the next call does the rest, see `_drain`
+                self.meter.see(storage)
+                return Kept(tensor)
             if not self._nothing_died():
                 self._drain_released()
-            # What is copied off a device leaves it at fixed points of the tape, not when its store has ended.
-            if not copies or self.metrics.saved_tensors % REAP_EVERY == 0:
+            if not number % self._reap_every:
                 self.mover.reap()
             operator = operator_number()
             unstored = tape.unstored
@@ -281,13 +295,17 @@ class OffloadEngine:
         eligible = self.eligible
         seen: Seen = self.meter.see(storage)
         # What is saved while a backward runs (recomputation, double backward) is needed at once.
-        if tensor.nbytes < eligible.min_bytes or _graph_task() != -1 or eligible.is_excluded(tensor, storage):
+        if (
+            tensor.nbytes < eligible.min_bytes
+            or _graph_task() != -1
+            or ((eligible.excludes or not storage.resizable()) and eligible.is_excluded(tensor, storage))
+        ):
             return Kept(tensor)
-        form = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
-        geometry, extent = self._geometries.get(form) or self._geometries.add(form, tensor)  # type: ignore[call-overload, arg-type]
+        geometry: Any = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+        geometry, extent, form = self._geometries.get(geometry) or self._geometries.add(geometry, tensor)
         if extent[2] < eligible.min_bytes:
             return Kept(tensor)  # an expanded tensor looks larger than it is
-        if self._copies:
+        if stream is not None:
             self._record_use(tensor)  # see Note: [Memory of another stream] in `pacing.starter`
         if seen.regions and (region := find_region(seen, tensor, extent, tape)) is not None:
             self.metrics.shared_tensors += 1
@@ -297,11 +315,15 @@ class OffloadEngine:
             if len(tape.regions) - region.index > FAR:
                 tape.join(region)
             return Handle(region, self._geometries.within(region, geometry, extent), self._released)
-        region = make_region(seen, tensor, storage, extent, tape, operator)
+        region = make_region(seen, tensor, storage, geometry, extent, form, tape, operator, stream)
         try:
-            policy = self.policy
-            same = policy.always if type(policy) is AmountPolicy and not self.modules.watching else None
-            action = STAY if tape.keep else same or self._decide(tape, region)
+            always = self._always
+            if tape.keep:
+                action = STAY
+            elif always is None or self.modules.watching:
+                action = self._decide(tape, region)
+            else:
+                action = always
             if action.offload and (action is not OFFLOAD or region.dtype in self.coding.dtypes):
                 codec = self.coding.choose(tensor, extent, region, action)
                 if codec is None and action.tier == OWN_MEMORY:
@@ -315,17 +337,17 @@ class OffloadEngine:
         nbytes = region.nbytes
         metrics.saved_bytes += nbytes
         metrics.live_regions += 1
-        if nbytes > self.prefetcher.largest:
-            self.prefetcher.largest = nbytes
         tape.regions.append(region)
         tape.nbytes += nbytes
-        if region.start or region.origin is not None:
+        if region.form is None:
             geometry = self._geometries.within(region, geometry, extent)
+            if nbytes == extent[2] and region.origin is None:
+                region.form = geometry
         handle = Handle(region, geometry, self._released)
         if action.offload:
-            if nbytes == extent[2] and region.origin is None:
-                region.form = handle.geometry
-            self._starter.add(tape, region, stream)
+            if self._departures.parting:
+                self._departures.advance(metrics.saved_bytes)
+            tape.unstored.append(region)  # until its operator has ended
         else:
             region.stays = action.stays
             self.mover.keep(region)
@@ -456,6 +478,8 @@ class OffloadEngine:
             if not (capturing := self.device.capturing()):
                 self._drain_released()
             postponed = []
+            alive = filter(None, tape.regions)
+            self._largest_region = max(self._largest_region, *map(_bytes_of, alive), 0)
             if complete:
                 waits = self.metrics.store_wait_seconds, self.metrics.load_wait_seconds
                 self.policy.observe(ForwardProfile(tape.chunk, tape.microbatch, tape.nbytes, *waits))

@@ -297,7 +297,7 @@ class Staged(StateTransfers):
 
     def _note_copy(self, slot: Slot, copied: Event | None, *, into: bool) -> None:
         self._copies[slot.address] = copied
-        self._store.copied(slot.nbytes, into=into)
+        (self._store.copied_in if into else self._store.copied_out)(slot.nbytes)
 
     def to_host(
         self, slot: Slot | None, storage: torch.UntypedStorage, dtype: torch.dtype, *geometry: tuple[int, ...]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,6 +11,7 @@ from ssdtrain.metrics import MetricSet, Reduce, Unit, counter, gauge
 if TYPE_CHECKING:
     from ssdtrain.storage.arena import Arena
     from ssdtrain.storage.slab import Slab
+    from ssdtrain.storage.slot import Slot
 
 TransferTotals = tuple[list[tuple[int, int, float, float]], int]
 """Result of `Pool.counters`."""
@@ -89,13 +90,13 @@ class StoreMetrics(MetricSet):
         arena: Arena | None,
         transfers: TransferTotals,
         copied: Sequence[int],
-        live_slots: int,
-        live_bytes: int,
+        live: Collection[Slot],
     ) -> StoreMetrics:
         """Collect the metrics of these drives and this host tier; the caller holds the store's lock.
 
         Args:
             copied: bytes into the host tier and out of it that a device has copied itself.
+            live: slots in use.
         """
         queues, cancelled = transfers
         drives = tuple(
@@ -119,8 +120,8 @@ class StoreMetrics(MetricSet):
             read_seconds=sum(tier.read_seconds for tier in tiers),
             host_tier_bytes=host.used if host else 0,
             spill_file_bytes=sum(drive.allocated for drive in drives),
-            live_slots=live_slots,
-            live_bytes=live_bytes,
+            live_slots=len(live),
+            live_bytes=sum(slot.nbytes for slot in live),
             capacity_bytes=sum(tier.capacity for tier in tiers),
             drives=drives,
             host=host,

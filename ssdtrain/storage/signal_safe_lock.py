@@ -54,6 +54,7 @@ class SignalSafeLock:
 _local = threading.local()
 _native = _extension()
 _SIGNALS = sorted(signal.valid_signals())
+_handler = getattr(signal, "_signal", signal).getsignal  # without making an enum of what is no function
 
 
 def make_signal_safe_lock() -> SignalSafeLock:
@@ -81,5 +82,5 @@ def defer_signals() -> None:
     if _native is None:
         return
     for number in _SIGNALS:
-        if callable(signal.getsignal(number)):
+        if callable(_handler(number)):
             _native.defer(number)

@@ -25,7 +25,7 @@ class Slot:
         tier: "host" or "ssd".
         drive: index of the (first) drive; -1 in the host tier.
         address: of the bytes in the host tier, else 0.
-        pinned: a device copies to and from that memory itself: see `SpillStore.copied`.
+        pinned: a device copies to and from that memory itself: see `SpillStore.copied_in`.
     """
 
     nbytes: int

@@ -95,14 +95,14 @@ class SpillStore:
         self._submitting = make_signal_safe_lock()
         self._freed: deque[Slot] = deque()
         self._ending: deque[Slot] = deque()
-        self._live_slots = self._live_bytes = 0
+        self._live: set[Slot] = set()
         self.closed = False
         """No memory of the host tier may be touched any more."""
         self._generation = forks.generation()
         self._slabs: list[Slab] = []
         self._host: Arena | None = None
         self._pinned = register is not None
-        self._copied = [0, 0]  # bytes into and out of the host tier that others have moved
+        self._copied_in = self._copied_out = 0  # bytes into and out of the host tier that others have moved
         self._pattern: memory.Map | None = None
         self._filled: deque[tuple[Operation, object]] = deque()  # reads, and what they fill
         try:
@@ -174,8 +174,7 @@ class SpillStore:
                 slot = self._reserve_host(nbytes + spare) or self._reserve_drives(nbytes)
             if slot is None:
                 raise no_room(nbytes, self._slabs, self._host)
-            self._live_slots += 1
-            self._live_bytes += slot.nbytes
+            self._live.add(slot)
             return slot
 
     def write(
@@ -292,8 +291,8 @@ class SpillStore:
             return self._collect()
 
     def _collect(self) -> StoreMetrics:
-        engine, live = self.pool.engine, (self._live_slots, self._live_bytes)
-        return StoreMetrics.of(engine, self._slabs, self._host, self._transfers, self._copied, *live)
+        engine, copied = self.pool.engine, (self._copied_in, self._copied_out)
+        return StoreMetrics.of(engine, self._slabs, self._host, self._transfers, copied, self._live)
 
     def close(self) -> None:
         """Cancel what has not started, wait for the rest, and close the files, which frees their space. Idempotent."""
@@ -302,7 +301,7 @@ class SpillStore:
         with self._lock:
             self._drain()
             self.closed = True
-            self._live_slots = self._live_bytes = 0  # there are no files that they could be in
+            self._live.clear()  # there are no files that they could be in
         self._shutdown()
 
     def __enter__(self) -> SpillStore:
@@ -358,10 +357,14 @@ class SpillStore:
         """Whether a device copies to and from every slot itself (`Slot.pinned`): there are no drives."""
         return self._pinned and not self._slabs
 
-    def copied(self, nbytes: int, *, into: bool) -> None:
-        """A device copies `nbytes` to a pinned slot of the host tier (`into`), or from it. Its memory is not used again before
-        the event that `free` is given, nor before the operations that the slot has recorded have ended."""
-        self._copied[0 if into else 1] += nbytes
+    def copied_in(self, nbytes: int) -> None:
+        """A device copies `nbytes` to a pinned slot of the host tier. Its memory is not used again before the event that `free`
+        is given, nor before the operations that the slot has recorded have ended."""
+        self._copied_in += nbytes
+
+    def copied_out(self, nbytes: int) -> None:
+        """The same of a copy from a pinned slot."""
+        self._copied_out += nbytes
 
     def _reserve_host(self, nbytes: int) -> Slot | None:
         if self._host is None:
@@ -393,8 +396,7 @@ class SpillStore:
                 host.put_back(slot.address, slot.nbytes)
             else:
                 self._drives.release(slot._extents)
-            self._live_slots -= 1
-            self._live_bytes -= slot.nbytes
+            self._live.remove(slot)
 
 
 def _close_parts(

@@ -13,7 +13,7 @@ import ssdtrain
 from ssdtrain.config import ConfigError, load_config
 from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, ModulePolicy, SavedTensorInfo
 from ssdtrain.offload.tensors.meter import ActivationMeter
-from ssdtrain.offload.tensors.sharing import extent_of, make_region
+from ssdtrain.offload.tensors.sharing import Geometries, make_region
 from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.profile.modules import Running
@@ -123,9 +123,10 @@ def test_patterns_are_checked() -> None:
 
 def test_a_codec_that_cannot_encode_on_the_device_is_an_error_of_the_policy() -> None:
     saved = torch.empty(64, device="meta")
-    extent = extent_of(saved)
+    geometry, extent, form = Geometries().add((saved.dtype, saved.shape, saved.stride(), 0), saved)
     storage = saved.untyped_storage()
-    region = make_region(ActivationMeter().see(storage), saved, storage, extent, Tape(), 0)
+    seen = ActivationMeter().see(storage)
+    region = make_region(seen, saved, storage, geometry, extent, form, Tape(), 0, None)
     with pytest.raises(ValueError, match=r"policy asks for the codec 'lossless'.*meta device"):
         Coding(None).choose(saved, extent, region, Action(True, "lossless"))
     assert Coding(None).choose(saved, extent, region, Action(True, "int8")) is not None

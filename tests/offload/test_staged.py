@@ -120,7 +120,7 @@ def test_the_kernels_of_a_codec_are_compiled_when_the_engine_is_made(
 def test_a_released_head_delays_no_departure() -> None:
     """1. backward drops the oldest tensor while it is stored; 2. the next three are stored; 3. the oldest of these leaves."""
     left: list[Any] = []
-    departures = Departures(left.append, left.append)
+    departures = Departures(left.append, left.append, left.append)
     departures.limit = 100
     regions = [
         SimpleNamespace(
@@ -131,20 +131,20 @@ def test_a_released_head_delays_no_departure() -> None:
         )
         for _ in range(4)
     ]
-    departures.add(regions[0], 100)
+    departures.add(regions[0])
     regions[0].transfer.state = State.RELEASED
-    for number, region in enumerate(regions[1:], 2):
-        departures.add(region, 100 * number)
+    for region in regions[1:]:
+        departures.add(region)
     assert left == [regions[1]]
 
 
 def test_a_part_departs_when_the_tape_has_moved_on_also_where_nothing_else_is_stored() -> None:
     left: list[Any] = []
-    departures = Departures(left.append, left.append)
+    departures = Departures(left.append, left.append, left.append)
     departures.limit = 200
     transfer = SimpleNamespace(state=State.STORING, keep_resident=False, rest=object(), saved_before=0)
     region: Any = SimpleNamespace(nbytes=100, on_device=True, freed=lambda: False, transfer=transfer)
-    departures.add(region, 100)
+    departures.add_part(region, 100)
     departures.advance(200)  # the next operator, whose kernel runs before the copy off the device begins
     assert not left
     departures.advance(300)

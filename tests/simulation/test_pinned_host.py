@@ -110,9 +110,7 @@ def test_a_buffer_is_not_waited_for_where_none_comes_back() -> None:
     assert made.store.write(drive_slot, tensor.data_ptr()).wait(60)
     region = NonCallableMock(nbytes=MiB, transfer=TransferState())
     region.transfer.slot, region.transfer.stored_bytes = drive_slot, MiB
-    stored = NonCallableMock(nbytes=MiB, pointer=tensor.data_ptr(), start=0, transfer=TransferState())
-    stored.transfer.slot = host_slot
-    copy = transfer.copy_out(stored, stored.transfer.slot)
+    copy = transfer.copy_out(tensor.data_ptr(), host_slot)
     assert transfer.passing() is copy and not copy.query()
     engine.buffers.acquire = lambda nbytes, lead=0: None  # type: ignore[method-assign]
     assert engine.mover.loads.begin(region, on_demand=True), "it waits for a copy that brings no buffer"

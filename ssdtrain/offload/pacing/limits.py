@@ -223,35 +223,42 @@ class Departures:
 
     Args:
         depart: lets the stream of a region wait for its copy and empties the tensor, or lets go of the payload.
+        leave: does the same of one whose copy has ended.
         stay: lets a pinned region stay, whose copy has ended when backward is near.
     """
 
-    def __init__(self, depart: Callable[[Region], None], stay: Callable[[Region], None]) -> None:
+    def __init__(
+        self,
+        depart: Callable[[Region], None],
+        leave: Callable[[Region], None],
+        stay: Callable[[Region], None],
+    ) -> None:
         self.limit = 0
         """Bytes of stores that may still be on the device when the next one begins."""
         self._depart = depart
+        self._leave = leave
         self._stay = stay
         self._regions: deque[Region] = deque()
         self._bytes = 0
         self.parting: list[Region] = []
         """Regions that leave in part. See Note: [Departure of parts]."""
 
-    def add(self, region: Region, saved: int) -> None:
+    def add(self, region: Region) -> None:
         """The store of `region` has begun: let the oldest tensors go until no more than `limit` bytes of them are left. What
-        backward is about to need stays.
+        backward is about to need stays."""
+        self._regions.append(region)
+        self._bytes += region.nbytes
+        if self._bytes > self.limit:
+            self._let_go()
+
+    def add_part(self, region: Region, saved: int) -> None:
+        """The store of a part of `region` has begun.
 
         Args:
             saved: bytes, of all regions so far.
         """
-        if region.transfer.rest is not None:
-            self.parting.append(region)
-        else:
-            self._regions.append(region)
-            self._bytes += region.nbytes
-            if self._bytes > self.limit:
-                self._let_go()
-        if self.parting:
-            self.advance(saved)
+        self.parting.append(region)
+        self.advance(saved)
 
     def admits_payload(self, region: Region) -> bool:
         """Return whether there is device memory for the payload of `region`. See Note: [Payloads on a device]."""
@@ -299,7 +306,7 @@ class Departures:
         if transfer.keep_resident:
             self._stay(region)
         else:
-            self._depart(region)
+            self._leave(region)
         return True
 
 

@@ -55,7 +55,6 @@ class Prefetcher:
 
     def __init__(self, mover: Mover, buffers: Buffers, options: EngineOptions) -> None:
         self.limit = options.prefetch or 0
-        self.largest = 0  # bytes of the largest region so far
         self._largest_load = 0  # bytes of the largest region that was loaded so far
         self.backwards = 0  # that have begun
         self.closed = False

@@ -92,7 +92,7 @@ class StoreStarter:
     ) -> None:
         self.closed = False
         self._mover = mover
-        self._stores, self._departures = mover.stores, mover.departures
+        self._stores = mover.stores
         self._copies = mover.transfer.copies
         self._computes = device.kind == "cpu"  # the host does, and the time of a hook is missing there
         self._metrics = metrics
@@ -104,17 +104,6 @@ class StoreStarter:
         self._largest = 0
 
     # With the lock held
-
-    def add(self, tape: Tape, region: Region, stream: Any | None) -> None:
-        """Store `region`, which was saved just now on the current stream, `stream`, once its operator has ended."""
-        if region.nbytes > self._largest:
-            self._largest = region.nbytes
-            self._mover.batch_bytes = min(TOGETHER, self._mover.stores.limit // 4, region.nbytes)
-        if self._copies:
-            region.stream = stream
-            if self._departures.parting:
-                self._departures.advance(self._metrics.saved_bytes)
-        tape.unstored.append(region)
 
     def begin(
         self, tape: Tape, stream: Any | None, following: torch.UntypedStorage | None = None
@@ -130,13 +119,19 @@ class StoreStarter:
             StoreFull: no tier has room, and the config says to raise.
         """
         regions, tape.unstored = tape.unstored, []
-        began = self._options.clock() if self._computes else 0.0
-        if following is not None and self._stores.bound is not None:
-            self._meter.see(following)
+        began = 0.0
+        if self._computes:
+            began = self._options.clock()
+            if following is not None and self._stores.bound is not None:
+                self._meter.see(following)
+        nbytes = largest = regions[0].nbytes
+        if len(regions) > 1:
+            sizes = [region.nbytes for region in regions]
+            nbytes, largest = sum(sizes), max(sizes)
+        if largest > self._largest:
+            self._largest = largest
+            self._mover.batch_bytes = min(TOGETHER, self._stores.limit // 4, largest)
         if self._copies:
-            nbytes = regions[0].nbytes
-            if len(regions) > 1:
-                nbytes = sum([region.nbytes for region in regions])
             if nbytes > tape.second_operator or tape.nbytes > self.limits.largest_tape:
                 self.limits.saw(tape, nbytes, self._largest)
             if regions[-1].stream != stream:
@@ -160,9 +155,16 @@ class StoreStarter:
         mover = self._mover
         if region.transfer.state is not _RESIDENT:
             return True  # released
-        if not region.capture() or region.last_pass >= 0 or self.closed:
+        storage = region.tensor.untyped_storage()
+        if (
+            region.probe._version != region.version  # it was modified in place
+            or storage.nbytes() < region.start + region.nbytes  # or lost
+            or region.last_pass >= 0
+            or self.closed
+        ):
             mover.keep(region)
             return True
+        region.pointer = storage.data_ptr()
         if region.origin is not None and region.packed is None:
             self._copy_together(region)
         return (not self._stores or mover.admits(region)) and mover.begin_store(region)

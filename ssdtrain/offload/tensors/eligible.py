@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _VIEWS = 16  # of views, at most
 _Tensor = torch.Tensor
 _Parameter = nn.Parameter
 _strided = torch.strided
+_kind = attrgetter("layout", "device", "is_quantized", "is_nested", "dtype.is_complex")
 _is_copy_on_write: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 
@@ -50,8 +52,12 @@ class Eligibility:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device if device.type == "cuda" else torch.device(device.type)
+        self._real = _strided, self.device, False, False, False  # what `_kind` is of those that may move
+        self._complex = _strided, self.device, False, False, True
         self.moves_foreign_memory = False
         """Move also what lies in memory that torch did not allocate: for an allocator of tests."""
+        self.excludes = False
+        """Something was added whose tensors stay: `is_excluded` has to be asked of each."""
         self.modules: list[nn.Module] = []
         self._fixed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._parameter_predicates: list[Callable[[torch.Tensor], bool]] = []
@@ -76,6 +82,7 @@ class Eligibility:
     def add_exclusion(self, predicate: Callable[[torch.Tensor], bool]) -> None:
         """Keep tensors for which `predicate` is true (storages that a framework resizes)."""
         self._exclusions.append(predicate)
+        self.excludes = True
 
     def add_freed_function(self, node: str) -> None:
         """Keep the outputs of an autograd function that are freed after they were saved, and views of them.
@@ -84,6 +91,7 @@ class Eligibility:
             node: name of the class of its node, as "MyFunctionBackward".
         """
         self._freed_functions.add(node)
+        self.excludes = True
 
     def _exclude_storage(self, storage: torch.UntypedStorage) -> None:
         self._excluded = {key: known for key, known in self._excluded.items() if known() is not None}
@@ -111,21 +119,17 @@ class Eligibility:
     def may_move(self, tensor: torch.Tensor) -> bool:
         """True for a tensor of this device whose storage, dtype, sizes and strides say all there is to say about it, unless it is
         a parameter, a buffer, or a view or copy of one that autograd saves: these are no activations."""
-        if (
-            type(tensor) is not _Tensor
-            or tensor.layout is not _strided
-            or tensor.device != self.device
-            or tensor.is_conj()
-            or tensor.is_neg()
-            or tensor.is_quantized
-            or tensor.is_nested
-        ):
+        if type(tensor) is not _Tensor:
+            return False
+        kind = _kind(tensor)
+        if (kind != self._real and (kind != self._complex or tensor.is_conj())) or tensor.is_neg():
             return False
         try:
             if _is_copy_on_write(tensor):
                 return False
             storage = tensor.untyped_storage()
-            storage.data_ptr()
+            if not storage.data_ptr():
+                return False  # it is free
         except RuntimeError:
             return False  # a zero tangent, functional, or wrapped by functorch: it has no memory of its own
         base = tensor._base
@@ -153,7 +157,7 @@ class Eligibility:
             known = self._excluded.get(id(storage))
             if known is not None and known() is storage:
                 return True
-        if not storage.nbytes() or not (storage.resizable() or self.moves_foreign_memory):
+        if not (storage.resizable() or self.moves_foreign_memory):
             return True
         if self._freed_functions and self._will_be_freed(tensor):
             self._exclude_storage(storage)

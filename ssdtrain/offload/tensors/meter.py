@@ -51,6 +51,9 @@ class Seen(weakref.ref[torch.UntypedStorage]):
     nbytes: int
     regions: list[Region]
 
+    def died(self) -> None:
+        """It is a buffer, and has been taken off. Called with the engine's lock held."""
+
 
 class SeenBuffer(Seen):
     """A buffer of the engine."""
@@ -58,9 +61,6 @@ class SeenBuffer(Seen):
     __slots__ = ()
 
     own = True
-
-    def died(self) -> None:
-        """It has been taken off. Called with the engine's lock held."""
 
 
 SomeSeen = TypeVar("SomeSeen", bound=Seen)
@@ -177,12 +177,12 @@ class ActivationMeter:
             del known[seen.key]
             seen.key = 0
             self.live_bytes -= seen.nbytes
-            if isinstance(seen, SeenBuffer):
+            if seen.own:
                 seen.died()
             elif not seen.regions:
                 self.unoffloaded_bytes -= seen.nbytes
-            if self.record:
-                self._record()
+        if self.record:
+            self._record()
 
     def begin_recent(self) -> Peaks:
         """Return the peaks since the last call; the next one counts from now."""

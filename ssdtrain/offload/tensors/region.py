@@ -78,11 +78,11 @@ class Region:
     """See Note: [Owners of version counters] in `sharing`."""
     dtype: torch.dtype
     pointer: int
-    """Address of the storage of `tensor`, as it was at the last `capture`; 0: that was emptied."""
+    """Address of the storage of `tensor`, as it was when it was saved, or when its store began; 0: that was emptied."""
     transfer: TransferState
     """The mover's."""
     stream: Any | None = None
-    """Stream on which it was saved; set where it is to be copied off the device."""
+    """Stream on which it was saved; None without streams."""
     form: Geometry | None = None
     """Geometry of the first tensor saved, where the region is all of its bytes and nothing else."""
     origin: Geometry | None = None
@@ -147,17 +147,18 @@ class Region:
         storage = self.tensor.untyped_storage()
         return storage.data_ptr() != self.pointer or storage.nbytes() < self.start + self.nbytes
 
-    def capture(self) -> bool:
-        """The operator that saved the tensor has ended: its bytes are what will be stored. False: it was modified in place since
-        it was saved, or is lost."""
-        storage = self.tensor.untyped_storage()
-        if self.probe._version != self.version or storage.nbytes() < self.start + self.nbytes:
+    def let_go(self) -> bool:
+        """Do as `empty_`. False: the owner of the bytes has freed that memory, filled again or not, and nothing is done."""
+        tensor = self.tensor
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self.pointer or storage.nbytes() < self.start + self.nbytes:
             return False
-        self.pointer = storage.data_ptr()
+        self.pointer = 0
+        tensor.data = _NOTHING[tensor.device]
         return True
 
     def copy_together(self) -> None:
-        """Have the bytes of a thin view, which was captured, in one piece."""
+        """Have the bytes of a thin view, whose store begins, in one piece."""
         offset = int(self.probe.storage_offset()) * self.probe.itemsize
         self.lead = lead_of(self.pointer, offset, self.probe.device)
         self.tensor = densest(self.probe)

@@ -35,6 +35,7 @@ buffer of its own): its counter does not show writes into the gaps, which would 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 
@@ -53,16 +54,21 @@ Extent = tuple[int, int, int]
 """Bytes [start, end) of its storage that a tensor spans, and how many of them are its own."""
 
 
-class Geometries(dict[Geometry, tuple[Geometry, Extent]]):
-    """One copy of each geometry, with the extent of a tensor that has it: what backward holds of each is no object of its own."""
+class Geometries(dict[Geometry, tuple[Geometry, Extent, Geometry | None]]):
+    """One copy of each geometry, with the extent of a tensor that has it, and with `Region.form` where nothing of the storage is
+    before it: what backward holds of each is no object of its own."""
 
     KEPT = 1024
 
-    def add(self, geometry: Geometry, tensor: torch.Tensor) -> tuple[Geometry, Extent]:
-        """Return the geometry of `tensor` and its extent, and keep them."""
+    def add(self, geometry: Geometry, tensor: torch.Tensor) -> tuple[Geometry, Extent, Geometry | None]:
+        """Keep the geometry of `tensor`, and return what is known of it."""
+        return self._add(geometry, extent_of(tensor))
+
+    def _add(self, geometry: Geometry, extent: Extent) -> tuple[Geometry, Extent, Geometry | None]:
         if len(self) >= self.KEPT:
             self.clear()
-        known = self[geometry] = geometry, extent_of(tensor)
+        start, end, own = extent
+        known = self[geometry] = geometry, extent, geometry if not start and own == end else None
         return known
 
     def within(self, region: Region, geometry: Geometry, extent: Extent) -> Geometry:
@@ -74,7 +80,7 @@ class Geometries(dict[Geometry, tuple[Geometry, Extent]]):
         geometry = dtype, shape, stride, offset
         start, end, own = extent
         first = offset * dtype.itemsize
-        return self.setdefault(geometry, (geometry, (first, first + end - start, own)))[0]
+        return (self.get(geometry) or self._add(geometry, (first, first + end - start, own)))[0]
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:
@@ -114,25 +120,31 @@ def find_region(seen: Seen, tensor: torch.Tensor, extent: Extent, tape: Tape) ->
 
 
 def make_region(
-    seen: Seen, tensor: torch.Tensor, storage: torch.UntypedStorage, extent: Extent, tape: Tape, operator: int
+    seen: Seen,
+    tensor: torch.Tensor,
+    storage: torch.UntypedStorage,
+    geometry: Geometry,
+    extent: Extent,
+    form: Geometry | None,
+    tape: Tape,
+    operator: int,
+    stream: Any | None,
 ) -> Region:
     """Return a new region for `tensor`: its extent, the whole storage, or its bytes alone. See Note: [Strided views]."""
     start, end, own = extent
     nbytes = end - start
-    base, thin = tensor._base, False
-    if own < nbytes:
+    base, origin = tensor._base, None
+    if form is None and own < nbytes:
         if base is not None and own >= WHOLE_STORAGE * storage.nbytes():
             start, nbytes = 0, storage.nbytes()
         elif (base is None or own < nbytes // 2) and no_overlap(tensor):
-            start, nbytes, thin = 0, own, True
+            start, nbytes, origin = 0, own, geometry
     owner = weakref.ref(tensor if base is None else base)  # see Note: [Owners of version counters]
     alias = tensor.detach()
     region = Region(
-        alias, alias, start, nbytes, tape, alias._version, seen, len(tape.regions), operator, owner, alias.dtype,
-        storage.data_ptr(), TransferState(nbytes, nbytes),
+        alias, alias, start, nbytes, tape, alias._version, seen, len(tape.regions), operator, owner, geometry[0],
+        storage.data_ptr(), TransferState(nbytes, nbytes), stream, form, origin,
     )  # fmt: skip
-    if thin:
-        region.origin = _origin(tensor)
     seen.regions.append(region)
     return region
 

@@ -56,7 +56,7 @@ class Mover:
         self.store = store
         self.transfer = transfer
         self.metrics = metrics
-        self.departures = Departures(self._depart, self._stay)
+        self.departures = Departures(self._depart, self._leave, self._stay)
         self.loads = Loads(transfer, metrics)
         self.batch_bytes = 0  # of stores that may wake the pool together: see `SpillStore.write`
         self.defers = True  # they may
@@ -94,7 +94,8 @@ class Mover:
             StoreFull: no room, and `raise_when_full`.
         """
         transfer, nbytes = region.transfer, region.nbytes
-        if (region.pointer + region.start) % ALIGNED:
+        address = region.pointer + region.start
+        if address % ALIGNED:
             transfer.lead = lead_of(region.pointer, region.start, region.tensor.device)
         # 1. What is stored: all of its bytes, a payload, or a part.
         if planned := transfer.planned:
@@ -114,7 +115,8 @@ class Mover:
             self._keep_for_want_of_room(region, error)
             return True
         if slot.pinned and transfer.payload is None:
-            transfer.event, transfer.pinned = self.transfer.copy_out(region, slot), True
+            transfer.event = self.transfer.copy_out(address, slot)
+            transfer.pinned = True
             transfer.state = _STORING
         elif not self._begin_write(region):
             return False
@@ -132,7 +134,10 @@ class Mover:
         else:
             metrics.offloaded_bytes += nbytes
         if self.transfer.copies and not transfer.in_place:
-            self.departures.add(region, metrics.saved_bytes)
+            if transfer.rest is None:
+                self.departures.add(region)
+            else:
+                self.departures.add_part(region, metrics.saved_bytes)
         return True
 
     def _begin_write(self, region: Region) -> bool:
@@ -212,24 +217,22 @@ class Mover:
         return self.store.reserve(transfer.stored_bytes, transfer.tier, spare=transfer.spare_bytes)
 
     def _depart(self, region: Region) -> None:
+        """Do as `_leave`, behind the copy off the device."""
+        if (event := region.transfer.event) is not None and not event.query():
+            self.transfer.depart(region)
+        self._leave(region)
+
+    def _leave(self, region: Region) -> None:
         """Let what was copied off the device leave it: the payload, or the bytes of the tensor. A pinned one is STORED then."""
         transfer = region.transfer
-        if region.freed():
+        if transfer.payload is not None:
+            transfer.payload = None
+        elif not region.let_go():
             if transfer.pinned:  # else it is seen to when its store ends
                 self._leave_to_owner(region)
             return
-        self._leave(region)
         if transfer.pinned:
             transfer.state = _STORED
-
-    def _leave(self, region: Region) -> None:
-        transfer = region.transfer
-        if (event := transfer.event) is not None and not event.query():
-            self.transfer.depart(region)
-        if transfer.payload is None:
-            region.empty_()
-        else:
-            transfer.payload = None
 
     def keep(self, region: Region) -> None:
         """The region stays in memory: by plan, or because its store could not begin in time."""
@@ -505,7 +508,10 @@ class Mover:
             region.empty_()
         # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
         elif self.transfer.copies and region.on_device and not transfer.in_place:
-            self._leave(region)
+            if transfer.event is not None:
+                self.transfer.depart(region)
+            transfer.payload = None
+            region.empty_()
 
     def _free_slot(self, region: Region) -> None:
         transfer = region.transfer

@@ -64,10 +64,9 @@ class StagedTransfer(Transfer):
         self.targets = LoadTargets(device, meter, waits=self._reads_into_targets)
         # Copies by direction, those without a staging buffer apart. See Note: [Buffers in passing].
         self._passing: tuple[deque[_Passing], ...] = (deque(), deque(), deque(), deque())
-        self._pinned_ends: list[Event | None] = [
-            None,
-            None,
-        ]  # of the last copies to the pinned tier, and from it
+        # The ends of the last copies to the pinned tier, and from it.
+        self._last_out: Event | None = None
+        self._last_back: Event | None = None
 
     @property
     def unstaged(self) -> bool:
@@ -103,11 +102,10 @@ class StagedTransfer(Transfer):
         # Never deferred: the pool's workers wait for the device anyway.
         return Write(self._write(region, lease, event), 0, lease, event)
 
-    def copy_out(self, region: Region, slot: Slot) -> Event | None:
-        event = self._pinned_ends[0] = self.device.copy_to_host(
-            region.pointer + region.start, slot.address, slot.nbytes
-        )
-        self.store.copied(slot.nbytes, into=True)
+    def copy_out(self, address: int, slot: Slot) -> Event | None:
+        nbytes = slot.nbytes
+        event = self._last_out = self.device.copy_to_host(address, slot.address, nbytes)
+        self.store.copied_in(nbytes)
         return event
 
     def _copy_out(self, region: Region, host: int) -> Event | None:
@@ -135,7 +133,7 @@ class StagedTransfer(Transfer):
             self._passing[_BUFFERLESS_TO_HOST if into else _BUFFERLESS_TO_DEVICE].append((event, None, None))
         copy = DeviceCopy(self.device, event, nbytes)
         slot.record(copy, 0 if into else None)
-        self.store.copied(nbytes, into=into)
+        (self.store.copied_in if into else self.store.copied_out)(nbytes)
         return copy
 
     def _write(self, region: Region, lease: Lease, event: Event | None) -> Operation:
@@ -234,8 +232,8 @@ class StagedTransfer(Transfer):
         assert transfer.slot is not None
         nbytes = transfer.stored_bytes
         arrival = self._copy_in(region, transfer.slot.address, nbytes, transfer.event)
-        self.store.copied(nbytes, into=False)
-        self._pinned_ends[1] = arrival.event
+        self.store.copied_out(nbytes)
+        self._last_back = arrival.event
         return arrival
 
     def begin_load(self, region: Region, *, on_demand: bool, allow_unpooled: bool = False) -> Read | None:
@@ -339,7 +337,7 @@ class StagedTransfer(Transfer):
                         lease.release()
 
     def passing(self) -> Event | None:
-        for event in self._pinned_ends:
+        for event in (self._last_out, self._last_back):
             if event is not None and not event.query():
                 return event
         return next((copies[0][0] for copies in self._passing if copies), None)

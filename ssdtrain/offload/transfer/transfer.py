@@ -92,8 +92,8 @@ class Transfer(ABC):
             defer: nothing waits for it, see `SpillStore.write`.
         """
 
-    def copy_out(self, region: Region, slot: Slot) -> Event | None:
-        """Queue the copy of the region, which has no payload, to its slot, which is pinned. Returns its end."""
+    def copy_out(self, address: int, slot: Slot) -> Event | None:
+        """Queue the copy of a region at `address`, which has no payload, to its slot, which is pinned. Returns its end."""
         raise AssertionError(NEVER_ASKED)
 
     def depart(self, region: Region) -> None:
