@@ -37,7 +37,8 @@ class RangeAllocator:
 
     def allocate(self, nbytes: int) -> int | None:
         """The offset of a range of `nbytes` (rounded up), or None where no free range is that long."""
-        length = -(-nbytes // self.alignment) * self.alignment or self.alignment  # `rounded`
+        alignment = self.alignment
+        length = -(-nbytes // alignment) * alignment or alignment  # `rounded`
         start = ready.pop() if (ready := self._ready[length]) else self._best(length)
         if start is None:
             return None

@@ -13,7 +13,6 @@ from ssdtrain.offload.tensors.eligible import Eligibility
 class CudaTensor:
     """As much of a tensor on a GPU as eligibility looks at."""
 
-    layout, dtype = torch.strided, torch.float32
     is_quantized = is_nested = False
     _base = grad_fn = None
     untyped_storage = torch.empty(1).untyped_storage

@@ -118,14 +118,15 @@ class StoreStarter:
         Raises:
             StoreFull: no tier has room, and the config says to raise.
         """
-        regions, tape.unstored = tape.unstored, []
+        first, *others = regions = tape.unstored
+        tape.unstored = []
         began = 0.0
         if self._computes:
             began = self._options.clock()
             if following is not None and self._stores.bound is not None:
                 self._meter.see(following)
-        nbytes = largest = regions[0].nbytes
-        if len(regions) > 1:
+        nbytes = largest = first.nbytes
+        if others:
             sizes = [region.nbytes for region in regions]
             nbytes, largest = sum(sizes), max(sizes)
         if largest > self._largest:

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,8 +33,6 @@ _VIEWS = 16  # of views, at most
 # Bound once: these run for every saved tensor, in the middle of a computation that has emptied the caches.
 _Tensor = torch.Tensor
 _Parameter = nn.Parameter
-_strided = torch.strided
-_kind = attrgetter("layout", "device", "is_quantized", "is_nested", "dtype.is_complex")
 _is_copy_on_write: Callable[[torch.Tensor], bool] = torch._C._is_cow_tensor  # type: ignore[attr-defined]
 
 
@@ -52,8 +49,6 @@ class Eligibility:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.device = device if device.type == "cuda" else torch.device(device.type)
-        self._real = _strided, self.device, False, False, False  # what `_kind` is of those that may move
-        self._complex = _strided, self.device, False, False, True
         self.moves_foreign_memory = False
         """Move also what lies in memory that torch did not allocate: for an allocator of tests."""
         self.excludes = False
@@ -119,10 +114,14 @@ class Eligibility:
     def may_move(self, tensor: torch.Tensor) -> bool:
         """True for a tensor of this device whose storage, dtype, sizes and strides say all there is to say about it, unless it is
         a parameter, a buffer, or a view or copy of one that autograd saves: these are no activations."""
-        if type(tensor) is not _Tensor:
-            return False
-        kind = _kind(tensor)
-        if (kind != self._real and (kind != self._complex or tensor.is_conj())) or tensor.is_neg():
+        if (
+            type(tensor) is not _Tensor
+            or tensor.device != self.device
+            or tensor.is_conj()
+            or tensor.is_neg()
+            or tensor.is_quantized
+            or tensor.is_nested
+        ):
             return False
         try:
             if _is_copy_on_write(tensor):
@@ -131,7 +130,7 @@ class Eligibility:
             if not storage.data_ptr():
                 return False  # it is free
         except RuntimeError:
-            return False  # a zero tangent, functional, or wrapped by functorch: it has no memory of its own
+            return False  # sparse, a zero tangent, functional, or wrapped by functorch: it has no memory of its own
         base = tensor._base
         if base is None:
             node = tensor.grad_fn

@@ -133,7 +133,7 @@ class Mover:
                 metrics.payload_bytes += transfer.stored_bytes
         else:
             metrics.offloaded_bytes += nbytes
-        if self.transfer.copies and not transfer.in_place:
+        if transfer.pinned or (self.transfer.copies and not transfer.in_place):
             if transfer.rest is None:
                 self.departures.add(region)
             else:
