@@ -77,7 +77,8 @@ class Device(Protocol):
         """Another number than before if some work of the device has ended since."""
 
     def current_stream(self) -> Any | None:
-        """The current stream, as it is told apart from others by `==`; None without streams."""
+        """The current stream, as it is told apart from others by `==`; None without streams. One that is false, CUDA's default
+        stream, is never captured."""
 
     def wait_stream(self, stream: Any | None) -> None:
         """Make the current stream wait for all work queued on `stream` so far, if they differ."""

@@ -257,10 +257,12 @@ class OffloadEngine:
                 return Kept(tensor)
             metrics = self.metrics
             metrics.saved_tensors = number = metrics.saved_tensors + 1
-            stream = self._current_stream() if self._copies else None
-            if stream and self._capturing():  # the next call does the rest, see `_drain`
-                self.meter.see(storage)
-                return Kept(tensor)
+            stream = None
+            if self._copies:
+                stream = self._current_stream()
+                if stream and self._capturing():  # the next call does the rest, see `_drain`
+                    self.meter.see(storage)
+                    return Kept(tensor)
             if not self._nothing_died():
                 self._drain_released()
             if not number % self._reap_every:
