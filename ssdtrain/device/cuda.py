@@ -103,11 +103,10 @@ class CudaDevice:
         return source.clone()
 
     def copy_to_host(self, source: int, target: int, nbytes: int) -> Event | None:
-        current = raw_current_stream(self._index)
-        event = self._streams.copy(source, target, nbytes, TO_HOST, self._store, current)
+        copy, current = self._streams.copy, raw_current_stream(self._index)
+        event = copy(source, target, nbytes, TO_HOST, self._store, current)
         if event is None:
-            request = source, target, nbytes, TO_HOST, self._store, current
-            event = self._made_current(self._streams.copy, *request)
+            event = self._made_current(copy, source, target, nbytes, TO_HOST, self._store, current)
         self._recent.append(event)
         return event
 

@@ -148,7 +148,8 @@ class Region:
         return storage.data_ptr() != self.pointer or storage.nbytes() < self.start + self.nbytes
 
     def let_go(self) -> bool:
-        """Do as `empty_`. False: the owner of the bytes has freed that memory, filled again or not, and nothing is done."""
+        """Do as `empty_`, where the bytes are in `tensor`. False: their owner has freed that memory, filled again or not, and
+        nothing is done."""
         tensor = self.tensor
         storage = tensor.untyped_storage()
         if storage.data_ptr() != self.pointer or storage.nbytes() < self.start + self.nbytes:

@@ -508,7 +508,7 @@ class Mover:
             region.empty_()
         # Otherwise it stays among the stores, and with it the memory that is being written from: of a copy the buffer.
         elif self.transfer.copies and region.on_device and not transfer.in_place:
-            if transfer.event is not None:
+            if (event := transfer.event) is not None and not event.query():
                 self.transfer.depart(region)
             transfer.payload = None
             region.empty_()
