@@ -204,8 +204,8 @@ class OffloadEngine:
 
     @property
     def largest_region(self) -> int:
-        """Bytes of the largest region of a forward so far that was alive at its end."""
-        return self._largest_region
+        """Bytes of the largest region so far that was stored, or alive at the end of its forward."""
+        return max(self._largest_region, self._starter.largest)
 
     @property
     def backwards(self) -> int:

@@ -101,7 +101,8 @@ class StoreStarter:
         self._options = options
         self._warn_once = WarnOnce()
         self.limits = TransferLimits(mover, options)
-        self._largest = 0
+        self.largest = 0
+        """Bytes of the largest region so far whose store has begun."""
 
     # With the lock held
 
@@ -129,12 +130,12 @@ class StoreStarter:
         if others:
             sizes = [region.nbytes for region in regions]
             nbytes, largest = sum(sizes), max(sizes)
-        if largest > self._largest:
-            self._largest = largest
+        if largest > self.largest:
+            self.largest = largest
             self._mover.batch_bytes = min(TOGETHER, self._stores.limit // 4, largest)
         if self._copies:
             if nbytes > tape.second_operator or tape.nbytes > self.limits.largest_tape:
-                self.limits.saw(tape, nbytes, self._largest)
+                self.limits.saw(tape, nbytes, self.largest)
             if regions[-1].stream != stream:
                 self._device.wait_stream(regions[-1].stream)
         postponed = []

@@ -77,7 +77,7 @@ class ActivationMeter:
         self._recent = self._unoffloaded_recent = 0
         self._before = self._unoffloaded_before = 0
         self.record = False
-        """Whether `timeline`, (seconds, bytes) at every change, is kept for a plot; see `start_timeline`."""
+        """Whether `timeline`, (seconds, bytes) after every change that was noticed, is kept for a plot; see `start_timeline`."""
         self._recorders = 0
         self.clock: Callable[[], float] = time.perf_counter
         """Clock of `timeline`, in seconds."""

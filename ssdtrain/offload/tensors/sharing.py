@@ -55,8 +55,8 @@ Extent = tuple[int, int, int]
 
 
 class Geometries(dict[Geometry, tuple[Geometry, Extent, Geometry | None]]):
-    """One copy of each geometry, with the extent of a tensor that has it, and with `Region.form` where nothing of the storage is
-    before it: what backward holds of each is no object of its own."""
+    """One copy of each geometry, with the extent of a tensor that has it, and with `Region.form` where it begins its storage and
+    has no gaps: what backward holds of each is no object of its own."""
 
     KEPT = 1024
 
