@@ -3,8 +3,9 @@
 A GPT-2 of 10 billion parameters (5 on the smaller GPU), as wide as ProTrain's, on one of its GPUs, in bf16, at the same memory
 limit. ZeRO-Offload keeps all parameters on the GPU, sends gradients to the host while backward makes them, recomputes every block
 or none, and steps on the CPU when backward is over, before the parameters come back. The joint plan chooses how many blocks'
-parameters stay, how many pass, and which blocks are recomputed or kept; the CPU steps a block when its backward is over, while
-backward goes on (`state.optimizer: "cpu"`).
+parameters stay, how many pass, and which blocks are recomputed, kept or offloaded to host memory; the CPU steps a block when its
+backward is over, while backward goes on (`state.optimizer: "cpu"`), and what stays on the GPU comes back behind that. The
+embedding is stepped last, when all is over.
 
 What the overlap can win is bounded: with nothing recomputed and everything hidden a step takes what it computes.
 """
@@ -55,7 +56,8 @@ GPUS = (
 )
 
 
-def _problem(gpu: Gpu, batch: int) -> SearchProblem:
+def _problem(gpu: Gpu, batch: int, *, overlapped: bool = True) -> SearchProblem:
+    """What is searched; `overlapped`: with the steps on the CPU and what they move."""
     tokens = batch * SEQUENCE
     parameters = 12 * HIDDEN * HIDDEN
     forward = (2 * parameters + 4 * SEQUENCE * HIDDEN) * tokens / gpu.flops
@@ -70,7 +72,10 @@ def _problem(gpu: Gpu, batch: int) -> SearchProblem:
         )
         for part, share in GPT_OPERATORS
     )
-    blocks = [
+    embedding = 2 * VOCABULARY * HIDDEN
+    step = {"backward_stores": embedding, "cpu_step": embedding / 2 / gpu.cpu, "returns": embedding}
+    blocks = [Block("wte", 0.0, 0.0, 0, **(step if overlapped else {}))]  # type: ignore[arg-type]
+    blocks += [
         Block(f"h.{number}", forward, 2 * forward, saved, recompute=forward, inputs=inputs, parts=parts)
         for number in range(gpu.layers)
     ]
@@ -80,10 +85,11 @@ def _problem(gpu: Gpu, batch: int) -> SearchProblem:
     tier, link = Tier("host", gpu.link, gpu.link), Link(gpu.link, gpu.link)
     machine = Machine((tier,), link, **transfer_budgets(blocks))
     nbytes = 2 * parameters
-    # Gradients leave as they are made; parameters that stay come back from the host after their step, as those that pass.
-    chunks = [StateChunk(f"h.{number}", nbytes, nbytes, nbytes, 2 * nbytes) for number in range(gpu.layers)]
-    fixed = 4 * VOCABULARY * HIDDEN
-    state = StateCosts(chunks, fixed)
+    stepped = nbytes if overlapped else 0
+    chunks = [
+        StateChunk(f"h.{number}", nbytes, nbytes, nbytes, 2 * nbytes, stepped) for number in range(gpu.layers)
+    ]
+    state = StateCosts(chunks, 2 * embedding, stepping=1 / (2 * gpu.cpu), steps_inside=True)
     return SearchProblem(
         [blocks], one_after_the_other(), machine, actions_for(machine), by_parts=True, state=state
     )
@@ -96,7 +102,7 @@ def _seconds_of_adam(gpu: Gpu) -> float:
 def zero_offload(gpu: Gpu, batch: int) -> float | None:
     """Seconds of a step: all parameters are there, the optimizer comes after backward, and every block is recomputed, or none
     where that fits. None: it does not fit."""
-    problem = _problem(gpu, batch)
+    problem = _problem(gpu, batch, overlapped=False)
     assert problem.state is not None
     staying = problem.under(problem.state.choice(gpu.layers, 2))
     parameters = 24 * HIDDEN * HIDDEN * gpu.layers
@@ -118,17 +124,8 @@ def joint_plan(gpu: Gpu, batch: int, limit: int) -> tuple[float, str]:
     assert problem.state is not None
     plan = PlanFinder(Goal(limit), None).find(problem, kept_step(problem)).plans[0]  # type: ignore[arg-type]
     assert plan.state is not None
-    forward = sum(block.forward for block in problem.blocks)
-    backward = plan.seconds - forward
-    # The CPU begins when the first gradients are there, and the last block's step ends after its backward. The parameters that
-    # stay come back behind it.
-    adam, per_block = _seconds_of_adam(gpu), 1.0 / gpu.layers
-    behind = 24 * HIDDEN * HIDDEN / gpu.link
-    after = max(adam * per_block, adam + backward * per_block - backward) + behind
-    return (
-        plan.seconds + after,
-        f"{plan.summary()}; {plan.state.persistent} of {gpu.layers} blocks' parameters stay",
-    )
+    words = f"{plan.summary()}; {plan.state.persistent} of {gpu.layers} blocks' parameters stay"
+    return plan.seconds, f"{words}; {plan.timeline.step_wait:.2f} s wait for the CPU"
 
 
 def simulated(note: Callable[[str], None], batches: Sequence[int] = (1, 4, 8, 16)) -> dict[str, Any]:
@@ -145,7 +142,7 @@ def simulated(note: Callable[[str], None], batches: Sequence[int] = (1, 4, 8, 16
             if theirs is None:
                 continue
             ours, words = joint_plan(gpu, batch, gpu.memory)
-            computed = kept_step(_problem(gpu, batch)).compute_seconds
+            computed = sum(block.forward + block.backward for block in _problem(gpu, batch).blocks)
             rows.append(
                 {
                     "gpu": gpu.name,

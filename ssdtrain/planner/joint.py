@@ -5,14 +5,14 @@ Note: [How both are searched]
 For a number of chunks that stay, and of buffers beside them, all about model state is known: its bytes, the loads and stores of
 each block, and the seconds of the optimizer. What is left is a problem of blocks alone, which `ssdtrain.planner.search` answers;
 drives and link are shared in its simulation. The fewest and the most chunks and six numbers between are tried with two buffers
-and with one, then those around the best one ever closer. In `ssdtrain.state` a further buffer takes the memory of a chunk that
-stays, which saves more.
+and with one, with an eighth of the effort, then those around the best one ever closer; the best one is searched in full. In
+`ssdtrain.state` a further buffer takes the memory of a chunk that stays, which saves more.
 
 Note: [What the optimizer's step takes]
-It comes after the passes, and is no part of the simulation. With chunks stepped on the device it is linear: seconds for what is
-in no chunk, for a byte that stays, for a byte that passes. The last is measured with two buffers and with one, with which nothing
-is loaded meanwhile: profiled steps take turns. Where the CPU steps them, what the loop has waited for that is taken to be the
-same for all choices.
+With chunks stepped on the device it comes after the passes, is no part of the simulation, and is linear: seconds for what is in
+no chunk, for a byte that stays, for a byte that passes. The last is measured with two buffers and with one, with which nothing
+is loaded meanwhile: profiled steps take turns. What the CPU steps is a part of the simulation, with the seconds that its thread
+takes for a byte: `ssdtrain.planner.model.streaming`, Note: [Steps on CPUs].
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ssdtrain.planner.derating import Bandwidths, Rates
 from ssdtrain.planner.judge import Judge
@@ -62,6 +63,8 @@ class StateCosts:
         outside: seconds of the optimizer for what is in no chunk.
         staying: seconds of the optimizer for a byte of parameters that stays.
         passing, alone: of those that pass, with two buffers and with one.
+        stepping: seconds of the CPU for a byte of the parameters that it steps.
+        steps_inside: it does while backward runs.
     """
 
     chunks: Sequence[StateChunk]
@@ -71,6 +74,8 @@ class StateCosts:
     staying: float = 0.0
     passing: PassingCosts = PassingCosts()
     alone: PassingCosts = PassingCosts()
+    stepping: float = 0.0
+    steps_inside: bool = False
 
     def choice(self, persistent: int, buffers: int) -> StateChoice:
         """Return the choice of so many chunks that stay, with its limit."""
@@ -92,16 +97,24 @@ class StateCosts:
         """Return the problem of blocks that is left of `problem` under `choice`."""
         again = sum(one.kind == "backward" for one in problem.order) > 1
         staying, moving = self.chunks[: choice.persistent], self.chunks[choice.persistent :]
-        passing = {chunk.name: chunk for chunk in moving}
+        passing = {chunk.name for chunk in moving}
+        chunks = {chunk.name: chunk for chunk in self.chunks}
+        link = problem.machine.link is not None
 
         def of(block: Block) -> Block:
-            chunk = passing.get(block.name)
-            if chunk is None:
+            chunk = chunks.get(block.name)
+            if chunk is None or not (block.name in passing or chunk.stepped):
                 return block
-            moved = chunk.values, chunk.values + (chunk.gradients if again else 0), chunk.gradients
+            moved: dict[str, Any] = {"backward_loads": 0, "cpu_step": self.stepping * chunk.stepped}
+            if block.name in passing:
+                moved["forward_loads"] = chunk.values
+                moved["backward_loads"] = chunk.values + (chunk.gradients if again else 0)
+                moved["backward_stores"] = chunk.gradients
+            elif link:
+                moved |= {"backward_stores": chunk.gradients, "returns": chunk.stepped}
             others = {name: getattr(block, name) for name in ("compressed", "encoded")}
-            others = {name: other and streamed(other, *moved) for name, other in others.items()}
-            return replace(streamed(block, *moved), **others)
+            others = {name: other and streamed(other, **moved) for name, other in others.items()}
+            return replace(streamed(block, **moved), **others)
 
         there = self.fixed + sum(chunk.staying for chunk in staying)
         machine = replace(
@@ -110,6 +123,7 @@ class StateCosts:
             state_buffers=choice.buffers,
             state_room=max(0, choice.limit - there - max((chunk.gradients for chunk in moving), default=0)),
             state_work=self._passing(choice).work,
+            steps_inside=self.steps_inside,
         )
         return replace(
             problem,
@@ -184,7 +198,10 @@ def best_with_state(
             if 0 <= number <= count:
                 try_number(number)
     if best := plans():
-        return best
+        choice = best[0].state
+        assert choice is not None
+        found[choice] = list(search(costs.applied(problem, choice), 1.0))
+        return plans()
     nearest = failures[0]
     for error in failures[1:]:
         nearest = error if error.nearer_than(nearest) else nearest
@@ -254,8 +271,17 @@ class StateProfile:
             work = times.hooks / times.hook_bytes if times.hook_bytes and self._link is None else 0.0
             return PassingCosts(work, times.chunks / values)
 
-        outside, staying = times.outside + times.waited, times.computing / values
-        return StateCosts(chunks, self._state.fixed, tier, outside, staying, of(times), of(alone))
+        return StateCosts(
+            chunks,
+            self._state.fixed,
+            tier,
+            times.outside,
+            times.computing / values,
+            of(times),
+            of(alone),
+            times.stepping / times.stepped_bytes if times.stepped_bytes else 0.0,
+            self._state.steps_inside,
+        )
 
     def follow(self, choice: StateChoice) -> None:
         """Carry out a choice from the next forward on."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from ssdtrain.planner.model.types import DEVICE, KEPT, Block, Choice
 from ssdtrain.planner.plans import SHARES, SearchProblem, in_part
@@ -150,7 +151,7 @@ def _cut(block: Block, sizes: Sequence[int]) -> list[Block]:
 def _joined(name: str, parts: Sequence[Block]) -> Block:
     sums = ("forward", "backward", "saved", "small", "storing", "loading", "held")
     last = ("backward_loads", "continues")
-    first = ("first_operator", "forward_loads", "backward_stores")
+    first = ("first_operator", "forward_loads", "backward_stores", "cpu_step", "returns")
     return Block(
         name,
         **{field: sum(getattr(part, field) for part in parts) for field in sums},
@@ -204,19 +205,13 @@ def _renumbered(cut: Sequence[Sequence[Block]]) -> list[Block]:
     return found
 
 
-def streamed(block: Block, forward_loads: int, backward_loads: int, backward_stores: int) -> Block:
-    """Return the block with loads and stores of its state: those of backward begin with its last part."""
+def streamed(block: Block, *, backward_loads: int, **first: Any) -> Block:
+    """Return the block with the transfers and the step of its state: loads of backward begin with its last part, and all else
+    (`first`, fields of `Block`) is its first part's."""
     parts = block.parts
     if len(parts) > 1:
-        first = replace(parts[0], forward_loads=forward_loads, backward_stores=backward_stores)
-        parts = (first, *parts[1:-1], replace(parts[-1], backward_loads=backward_loads))
-    return replace(
-        block,
-        parts=parts,
-        forward_loads=forward_loads,
-        backward_loads=backward_loads,
-        backward_stores=backward_stores,
-    )
+        parts = (replace(parts[0], **first), *parts[1:-1], replace(parts[-1], backward_loads=backward_loads))
+    return replace(block, parts=parts, backward_loads=backward_loads, **first)
 
 
 def runs(sizes: Sequence[int], most: int, first: int = 0) -> list[tuple[int, int]]:

@@ -65,6 +65,7 @@ class ChunkStep:
         self._written: str | None = None  # a parameter that the loop has written to since
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
         self._future: Future[None] | None = None
+        self._seconds = 0.0  # the thread's, without waits for copies of the device
         self._loaded = self._taken = False
 
     # The loop's thread
@@ -140,6 +141,8 @@ class ChunkStep:
         began = time.perf_counter()
         failure = self._future.exception()
         residency.metrics.step_wait_seconds += time.perf_counter() - began
+        residency.times.stepping += self._seconds
+        residency.times.stepped_bytes += sum(stepped.parameter.nbytes for stepped in self._tensors)
         try:
             self._free_device()
             with signals_deferred():
@@ -214,14 +217,18 @@ class ChunkStep:
     # The optimizer's thread
 
     def _run(self, loads: Sequence[StoredTensor]) -> None:
+        began = time.perf_counter()
         for tensor in loads:
             tensor.wait_for_load()
+        seconds = time.perf_counter() - began
         for tensor in self._chunk.state.tensors:
             tensor.show()
         copies: dict[nn.Parameter, nn.Parameter] = {}
+        for stepped in self._tensors:
+            stepped.value.wait()
+            stepped.gradient.wait()
+        began = time.perf_counter()
         for parameter, value, gradient, scales, _ in self._tensors:
-            value.wait()
-            gradient.wait()
             for scale in scales:
                 gradient.tensor.mul_(scale)
             if self._factor is not None:
@@ -235,4 +242,5 @@ class ChunkStep:
         ]
         states = {copies[stepped.parameter]: stepped.state for stepped in self._tensors}
         self._loaded = True
-        self._owner.run(groups, defaultdict(dict, states))
+        seconds += time.perf_counter() - began
+        self._seconds = seconds + self._owner.run(groups, defaultdict(dict, states))

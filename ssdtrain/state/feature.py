@@ -299,6 +299,11 @@ class ModelState(Feature):
     # Plans of blocks
 
     @property
+    def steps_inside(self) -> bool:
+        """The CPU steps chunks while backward runs."""
+        return self._config.optimizer == "cpu" and self._config.clip != "exact"
+
+    @property
     def fixed(self) -> int:
         """Bytes on the device whatever `follow` is given."""
         return 0 if self.plan is None else self.plan.fixed
@@ -318,7 +323,10 @@ class ModelState(Feature):
             )
             state = chunk.state.nbytes if in_place or not on_cpu else 0
             whole = values + gradients + state
-            found.append(StateChunk(chunk.name, values, gradients, values if on_cpu else whole, whole))
+            staying, stepped = (whole, 0)
+            if on_cpu:
+                staying, stepped = values, sum(parameter.nbytes for parameter in chunk.parameters)
+            found.append(StateChunk(chunk.name, values, gradients, staying, whole, stepped))
         return found
 
     def times(self) -> StateTimes:

@@ -116,8 +116,8 @@ class HostOptimizer(ChunkedOptimizer):
         """Give a parameter that stays on the device the bytes that the thread has left, see `StateTransfers`."""
         return self._device_transfers.from_host(stepped, parameter.untyped_storage())
 
-    def run(self, groups: Groups, state: defaultdict[Any, Any]) -> None:
-        """Run the optimizer's code on parameters in host memory; any thread may.
+    def run(self, groups: Groups, state: defaultdict[Any, Any]) -> float:
+        """Run the optimizer's code on parameters in host memory; any thread may. Returns the seconds that it took.
 
         Raises:
             RuntimeError: the code changes more than the parameters and their state.
@@ -128,10 +128,13 @@ class HostOptimizer(ChunkedOptimizer):
         )
         twin.param_groups, twin.state = groups, state
         with self._code:
+            began = time.perf_counter()
             options = Options(twin)
             self._plain["step"](twin)
             options.end_part([True] * len(groups))
+            seconds = time.perf_counter() - began
         options.refuse_changes()
+        return seconds
 
     # The step
 
@@ -143,9 +146,7 @@ class HostOptimizer(ChunkedOptimizer):
         for chunk in self._residency.chunks:
             if self._fall_due(chunk, None):
                 self._due.append(chunk)
-        began = time.perf_counter()
-        self._step_outside(self._of_chunk[None])
-        self._residency.times.outside += time.perf_counter() - began
+        self._residency.times.outside += self._step_outside(self._of_chunk[None])
         for chunk in self._residency.chunks:
             chunk.backwards, chunk.norms = 0, {}
         self._factor, self._next_factor = self._next_factor, None
@@ -207,20 +208,22 @@ class HostOptimizer(ChunkedOptimizer):
             options["fused"] = True
         return options
 
-    def _step_outside(self, parameters: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Step what is in no chunk, or stays on the device with all of it: where it is."""
+    def _step_outside(self, parameters: Sequence[Sequence[nn.Parameter]]) -> float:
+        """Step what is in no chunk, or stays on the device with all of it: where it is. Returns the seconds that it took."""
         if all(parameter.device.type == "cpu" for few in parameters for parameter in few):
             groups = [
                 {**self._host_options(group), "params": few}
                 for group, few in zip(self.optimizer.param_groups, parameters, strict=True)
                 if few
             ]
-            self.run(groups, self.optimizer.state)
-            return
+            return self.run(groups, self.optimizer.state)
         options = Options(self.optimizer)
         with self._code:
+            began = time.perf_counter()
             self._step_of(parameters, options)
+            seconds = time.perf_counter() - began
         options.refuse_changes()
+        return seconds
 
     def finish_steps(self) -> None:
         """Make all steps that are due, and wait for their end."""

@@ -22,6 +22,7 @@ class StateChunk:
         gradients: that leave after a backward, and come again for that of a further microbatch.
         staying: on the device where it stays there.
         passing: on the device at most while it passes.
+        stepped: parameters that the CPU steps, wherever they are; 0: the device does.
     """
 
     name: str
@@ -29,6 +30,7 @@ class StateChunk:
     gradients: int
     staying: int
     passing: int
+    stepped: int = 0
 
 
 @dataclass(frozen=True)

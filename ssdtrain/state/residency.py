@@ -51,8 +51,10 @@ class StateTimes:
     """Seconds of the optimizer for chunks, waits included."""
     computing: float = 0.0
     """Part of `chunks` in the optimizer's own code."""
-    waited: float = 0.0
-    """Seconds of waits for the optimizer's thread, in hooks."""
+    stepping: float = 0.0
+    """Seconds of the optimizer's own thread, for chunks that the CPU steps."""
+    stepped_bytes: int = 0
+    """Bytes of their parameters."""
 
     def since(self, before: StateTimes) -> StateTimes:
         """Return the difference."""
@@ -90,8 +92,7 @@ class Residency:
         """Count what runs inside in `times`."""
         metrics, times = self.metrics, self.times
         began, loaded = time.perf_counter(), metrics.loaded_bytes
-        stepping = metrics.step_wait_seconds
-        waited = metrics.load_wait_seconds + metrics.store_wait_seconds + stepping
+        waited = metrics.load_wait_seconds + metrics.store_wait_seconds + metrics.step_wait_seconds
         try:
             yield
         finally:
@@ -100,7 +101,6 @@ class Residency:
             )
             times.hooks += max(0.0, time.perf_counter() - began - waited)
             times.hook_bytes += metrics.loaded_bytes - loaded
-            times.waited += metrics.step_wait_seconds - stepping
 
     # What callers need
 

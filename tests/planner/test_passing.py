@@ -85,3 +85,50 @@ def test_gradients_do_not_wait_for_writes_that_a_cpu_defers() -> None:
     choices = [[Choice("ssd"), KEPT, KEPT, KEPT]]
     seconds = simulate([[one] * 4], choices, one_after_the_other(), machine, steps=2).seconds
     assert 12.0 <= seconds < 13.0
+
+
+def stepped(cpu: float, *, inside: bool, link: float | None = None, stays: bool = False) -> StepTimeline:
+    """Three blocks of 1 s and 2 s, each with 1 GB of parameters, which a CPU steps in `cpu` seconds."""
+    loads = 0 if stays or link is None else GB
+    one = Block("", 1.0, 2.0, GB, forward_loads=loads, backward_loads=loads, cpu_step=cpu)
+    rate = None
+    if link is not None:
+        rate = Link(link * GB, link * GB)
+        one = replace(one, backward_stores=GB, returns=GB if stays else 0)
+    machine = Machine((), rate, steps_inside=inside)
+    return simulate([[one] * 3], [[KEPT] * 3], one_after_the_other(), machine)
+
+
+def test_steps_on_cpus_hide_behind_backward_and_only_the_last_one_is_waited_for() -> None:
+    found = stepped(1.0, inside=True)
+    assert found.seconds == pytest.approx(9 + 1) and found.step_wait == pytest.approx(1)
+    # Slower ones follow each other from the first gradients on, which are there after 5 s.
+    assert stepped(4.0, inside=True).seconds == pytest.approx(5 + 3 * 4)
+
+
+def test_steps_behind_the_passes_hide_behind_the_next_forward() -> None:
+    assert stepped(1.0, inside=False).seconds == pytest.approx(9 + 1)
+    # The third block is there 12 s after the passes, and its forward begins 2 s after that of the first.
+    assert stepped(4.0, inside=False).seconds == pytest.approx(9 + 12 - 2)
+
+
+def test_what_stays_on_a_device_comes_back_behind_its_step() -> None:
+    # The last gradients leave for 1 s, are stepped for 1 s, and the parameters come back in 1 s.
+    assert stepped(1.0, inside=True, link=1.0, stays=True).seconds == pytest.approx(9 + 3)
+    passing, alone = stepped(1.0, inside=True, link=1.0), played(1.0, stores=GB)
+    assert passing.seconds - passing.step_wait == pytest.approx(alone.seconds)
+    assert passing.step_wait == pytest.approx(3 - 1)  # the load of the first block is in the passes
+
+
+def test_a_thread_with_two_blocks_of_a_device_is_waited_for_in_backward() -> None:
+    found = stepped(6.0, inside=True, link=1.0, stays=True)
+    # Gradients are there at 6 s, the steps end at 12, 18 and 24 s; behind the last one its parameters come.
+    assert found.seconds == pytest.approx(25)
+    assert found.step_wait == pytest.approx(25 - 12)
+
+
+def test_with_several_microbatches_the_last_backward_steps() -> None:
+    one = Block("", 1.0, 2.0, GB, cpu_step=4.0)
+    machine = Machine((), steps_inside=True)
+    found = simulate([[one] * 3], [[KEPT] * 3], one_after_the_other(2), machine)
+    assert found.seconds == pytest.approx(9 + 5 + 3 * 4)

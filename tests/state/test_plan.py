@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 import ssdtrain
 from ssdtrain.config import ConfigError
+from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.joint import StateCosts
 from ssdtrain.storage.errors import HostBudgetExceeded
 from tests.state.conftest import Attach, LiveBytes
@@ -104,6 +106,38 @@ def test_state_of_four_times_the_limit_with_activations_in_it(
     assert run(last, model, optimizer, runtime, first=steps - 2) == losses[-2:]
     assert same(dict(model.state_dict()), dict(parameters))
     runtime.close()
+
+
+class SlowAdamW(torch.optim.AdamW):
+    """Takes as long for each chunk as a CPU that bounds the step."""
+
+    SECONDS = 0.05
+
+    def step(self, closure: Any = None) -> Any:
+        time.sleep(self.SECONDS)
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("clip", ["exact", "none"])
+def test_a_plan_knows_that_the_cpu_bounds_the_step(clip: str) -> None:
+    layers, steps = 5, 9
+    model = make_model(layers=layers)
+    optimizer = SlowAdamW(model.parameters(), lr=1e-2)
+    half = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    section = {"host": "64MiB", "optimizer": "cpu", "clip": clip, "device_limit": half, "min_bytes": 256}
+    config = {"plan": "auto", "state": section, "report": {"interval": 0}}
+    seconds = []
+    with ssdtrain.attach(model, config, optimizer=optimizer) as runtime:
+        for number in range(steps):
+            began = time.perf_counter()
+            run(Recipe(steps=1), model, optimizer, runtime, first=number)
+            seconds.append(time.perf_counter() - began)
+        [controller] = [part for part in runtime.features if isinstance(part, PlanController)]
+        assert controller.plan is not None
+        predicted = controller.plan.seconds
+    asleep = (layers + 1) * SlowAdamW.SECONDS  # what is in no chunk is stepped by the loop
+    assert controller.plan.timeline.step_wait > 0.5 * asleep
+    assert 0.95 * asleep < predicted < 1.25 * min(seconds[-3:])
 
 
 @pytest.mark.parametrize("mode", ["reconstruct", "quant"])

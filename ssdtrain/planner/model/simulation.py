@@ -33,7 +33,7 @@ from collections.abc import Sequence
 from math import inf
 
 from ssdtrain.planner.model.queues import Bounded, Job, Occupancy, PartialReleaseQueue, Saved, Server
-from ssdtrain.planner.model.streaming import StateStreaming
+from ssdtrain.planner.model.streaming import HostSteps, StateStreaming
 from ssdtrain.planner.model.types import DEVICE, Block, BlockTimes, Choice, Machine
 
 __all__ = ["Simulation", "simulation_of"]
@@ -95,8 +95,11 @@ class Simulation:
             ]
             for number, each in enumerate(zip(chunks, choices, self.blocks, owners, strict=True))
         ]
-        self.streaming = StateStreaming(self)
-        self.streams = any(block.forward_loads or block.backward_loads for chunk in chunks for block in chunk)
+        self.streaming, self.host_steps = StateStreaming(self), HostSteps(self)
+        self.stepped = any(block.cpu_step for chunk in chunks for block in chunk)
+        self.streams = self.stepped or any(
+            block.forward_loads or block.backward_loads for chunk in chunks for block in chunk
+        )
         self.holds = any(block.held for chunk in chunks for block in chunk)
         self.leaves_in_part = any(choice.share != 1 for each in choices for choice in each)
 
@@ -124,6 +127,8 @@ class Simulation:
             self.hook()
             if block.forward_loads:
                 self.streaming.load(key, block.forward_loads, times)
+            if block.cpu_step:
+                self.host_steps.forward(key, block)
             # 2. It computes, and saves.
             began = self.now
             self.run(block.forward)
@@ -298,7 +303,7 @@ class Simulation:
 
     # Backward
 
-    def backward(self, chunk: int, microbatch: int) -> None:
+    def backward(self, chunk: int, microbatch: int, *, last: bool = True) -> None:
         tape, ended = self.tapes.pop((chunk, microbatch))
         # A tape is known to be next from the beginning of the backward before it.
         announced = max(ended, self.now if self.backward_began is None else self.backward_began)
@@ -351,7 +356,9 @@ class Simulation:
                 self.run(block.recompute)
             self.run(block.backward)
             if self.streams:
-                self.streaming.used(key, block.backward_stores)
+                gone = self.streaming.used(key, block.backward_stores)
+                if block.cpu_step:
+                    self.host_steps.backward(key, block, gone, last=last)
             pooled = saved.nbytes if saved.pooled else 0
             alive = whole + block.small + block.fixed + block.backward_transient
             lingers = saved.nbytes if left > self.host else 0
@@ -426,6 +433,7 @@ class Simulation:
         """What is counted from now on is the next step's."""
         self.began = self.host = self.now
         self.compute = 0.0
+        self.host_steps.next_step()
         for chunk in self.blocks:
             for times in chunk:
                 times.store_stall = times.load_stall = 0.0

@@ -5,23 +5,34 @@ copy begins when one of the buffers on the device is free: that of the block use
 copy of its gradients. Reads and writes of drives pass through two buffers of host memory each.
 
 Without a link (CPU) what is read is there. A load is issued when the block before begins.
+
+Note: [Steps on CPUs]
+One thread steps the blocks whose gradients are there, one after the other, as `ssdtrain.state.host_steps` does: from the last
+backward on, or when all passes are over, in the order of forward. What stays on a device comes back behind its step. With a link
+two blocks are with the thread at most, else backward waits; without one a block's memory is free when it is stepped. The next
+forward waits for the blocks that are late. Once it has waited, all that follows comes later by as much: so the longest of these
+waits is what a step takes longer. What is in no block is stepped between, when the thread is not.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from math import inf
 from typing import TYPE_CHECKING
 
 from ssdtrain.planner.model.queues import Job, Server
-from ssdtrain.planner.model.types import BlockTimes
+from ssdtrain.planner.model.types import Block, BlockTimes
 
 if TYPE_CHECKING:
     from ssdtrain.planner.model.simulation import Simulation
 
-__all__ = ["StateStreaming"]
+__all__ = ["HostSteps", "StateStreaming"]
 
 STAGED = 2
 """Blocks in host memory on their way from drives, and on their way to them."""
+
+WITH_THREAD = 2
+"""Blocks of a device that the thread which steps has at a time."""
 
 ChunkKey = tuple[int, int]
 """Chunk of the model, and block in it."""
@@ -89,22 +100,101 @@ class StateStreaming:
         self._copied.append(ended)
         return ended
 
-    def used(self, key: ChunkKey, gradients: int = 0) -> None:
-        """The block's forward or backward has ended; so many bytes of its gradients leave."""
-        if key not in self._present:
-            return
+    def used(self, key: ChunkKey, gradients: int = 0) -> float:
+        """The block's forward or backward has ended; so many bytes of its gradients leave. Returns when they have left."""
         running = self._running
         left = running.now
         if gradients:
-            if self._server is not None and len(self._written) >= STAGED:
+            server = None if running.machine.steps_inside else self._server  # the step uses them up
+            if server is not None and len(self._written) >= STAGED:
                 running.flush()  # what is deferred stands in line before it
-                left = max(left, self._server.finish(self._written.popleft()))
+                left = max(left, server.finish(self._written.popleft()))
             if self._link is not None:
                 left = max(left, running.store_link_free) + gradients / self._link.to_host
                 running.store_link_free = left
-            if self._server is not None:
+            if server is not None:
                 job = Job(gradients, left)
-                self._server.enqueue(job)
-                self._server.written += gradients
+                server.enqueue(job)
+                server.written += gradients
                 self._written.append(job)
-        self._present[key] = left, self._present[key][1]
+        if key in self._present:
+            self._present[key] = left, self._present[key][1]
+        return left
+
+    def stepped(self, key: ChunkKey, when: float) -> None:
+        """A block's memory, which its step has used too, is free from then on."""
+        if key in self._present:
+            self._present[key] = when, self._present[key][1]
+
+
+class HostSteps:
+    """See Note: [Steps on CPUs]."""
+
+    def __init__(self, running: Simulation) -> None:
+        self._running, self._link = running, running.machine.link
+        self._free = 0.0  # the thread, from then on
+        self._with_thread: deque[tuple[float, ChunkKey, int]] = (
+            deque()
+        )  # until when, and what comes back then
+        self._begun: dict[
+            ChunkKey, float
+        ] = {}  # when the forward of each began, and what comes before it then
+        self._loads: dict[ChunkKey, int] = {}
+        self._ready: dict[ChunkKey, float] = {}
+        self._behind: list[
+            tuple[ChunkKey, Block]
+        ] = []  # what is stepped when all passes are over, the last first
+
+    def forward(self, key: ChunkKey, block: Block) -> None:
+        """The forward of a block begins."""
+        if key not in self._begun:
+            self._begun[key], self._loads[key] = self._running.now, block.forward_loads
+
+    def backward(self, key: ChunkKey, block: Block, left: float, *, last: bool) -> None:
+        """The backward of a block has ended, and its gradients have `left`. `last`: no other of this step follows."""
+        running = self._running
+        self.collect()
+        if not last:
+            return
+        if not running.machine.steps_inside:
+            self._behind.append((key, block))
+            return
+        if self._link is not None and len(self._with_thread) >= WITH_THREAD:
+            running.now = max(running.now, self._with_thread[0][0])
+            self.collect()
+        self._step(key, block, left)
+        if self._link is None:
+            running.streaming.stepped(key, self._free)
+
+    def _step(self, key: ChunkKey, block: Block, since: float) -> None:
+        self._free = max(self._free, since) + block.cpu_step
+        self._with_thread.append((self._free, key, block.returns))
+
+    def collect(self, until: float | None = None) -> None:
+        """Let what has been stepped come back."""
+        running = self._running
+        now = running.now if until is None else until
+        while self._with_thread and self._with_thread[0][0] <= now:
+            ready, key, nbytes = self._with_thread.popleft()
+            if self._link is not None and nbytes:
+                ready = max(ready, running.load_link_free) + nbytes / self._link.to_device
+                running.load_link_free = ready
+            self._ready[key] = ready
+
+    def next_step(self) -> None:
+        """What is counted from now on is the next step's."""
+        for known in (self._begun, self._ready, self._behind):
+            known.clear()
+
+    def wait(self) -> float:
+        """Return the seconds that the next forward, which follows the last pass, waits in all."""
+        running = self._running
+        for key, block in reversed(self._behind):
+            self._step(key, block, running.now)
+        self.collect(inf)
+        late = 0.0
+        for key, ready in self._ready.items():
+            if self._link is not None:
+                ready += self._loads[key] / self._link.to_device
+            late = max(late, ready - running.now - (self._begun[key] - running.began))
+        return late

@@ -64,15 +64,19 @@ def simulate(
             raise ValueError(f"chunk {number} has {len(blocks)} blocks and {len(chosen)} choices")
     chunks, choices, owners = _expanded(chunks, choices)
     running = simulation_of(machine)(chunks, choices, machine, owners)
-    for number in range(steps):
-        if number:
+    last = {one.chunk: number for number, one in enumerate(order) if one.kind == "backward"}
+    for step in range(steps):
+        if step:
             running.next_step()
-        for one in order:
+        for number, one in enumerate(order):
             if one.kind == "forward":
                 running.forward(one.chunk, one.microbatch)
             else:
-                running.backward(one.chunk, one.microbatch)
+                running.backward(one.chunk, one.microbatch, last=number == last[one.chunk])
     outcome = _outcome(running, memory)
+    if running.stepped:
+        outcome.step_wait = running.host_steps.wait()
+        outcome.seconds += outcome.step_wait
     outcome.blocks = [_folded(times, of) for times, of in zip(outcome.blocks, owners, strict=True)]
     return outcome
 

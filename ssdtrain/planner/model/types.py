@@ -74,6 +74,10 @@ class Block:
     """The same for its backward: its parameters again, and gradients that are summed on the device."""
     backward_stores: int = 0
     """Bytes of model state that leave after its backward: gradients."""
+    cpu_step: float = 0.0
+    """Seconds that a CPU takes for the optimizer's step of its parameters, with those gradients."""
+    returns: int = 0
+    """Bytes of parameters that come to the device behind that step, where they stay there."""
     repeats: int = 1
     """Number of equal layers in a row that it stands for: a recomputation brings back one of them at a time."""
     compressed: Block | None = None
@@ -164,7 +168,8 @@ class Machine:
     `state`: the drives of model state that passes through the device (see `StateStreaming`), the same as the tier of
     that name; None: it is in host memory. `state_buffers`: blocks whose state is there at a time, beside those that stay.
     `state_room`: bytes of parameters that are there at a time, in place of a number of blocks. `state_work`: seconds of the
-    thread that trains for a byte of them that comes (checksums, where the host computes).
+    thread that trains for a byte of them that comes (checksums, where the host computes). `steps_inside`: CPUs step a block when
+    the last backward has its gradients (see `HostSteps`); else when all passes are over.
     """
 
     tiers: tuple[Tier, ...] = ()
@@ -181,6 +186,7 @@ class Machine:
     state_buffers: int = 2
     state_room: int | None = None
     state_work: float = 0.0
+    steps_inside: bool = False
     buffers_stay: bool = True
     newest: int = NEWEST
 
@@ -253,6 +259,8 @@ class StepTimeline:
     """[chunk][block]"""
     memory: list[tuple[float, int]] = field(default_factory=list)
     """(seconds from the first forward, bytes on the device from then on), where it was asked for."""
+    step_wait: float = 0.0
+    """Seconds that the next step's forward waits for CPUs that step blocks."""
 
     @property
     def stall(self) -> float:

@@ -59,7 +59,10 @@ class StatePlacement:
         for number, each in enumerate(self.passing, self.persistent):
             added = each["gradients"] if microbatches > 1 and not self.job.cpu_rate else 0
             found[number] = streamed(
-                found[number], each["parameters"], each["parameters"] + added, each["gradients"]
+                found[number],
+                forward_loads=each["parameters"],
+                backward_loads=each["parameters"] + added,
+                backward_stores=each["gradients"],
             )
         return found
 

@@ -91,5 +91,7 @@ def _joined(blocks: Sequence[Block]) -> Block:
         forward_loads=count * first.forward_loads,
         backward_loads=count * first.backward_loads,
         backward_stores=count * first.backward_stores,
+        cpu_step=count * first.cpu_step,
+        returns=count * first.returns,
         repeats=count,
     )
