@@ -66,15 +66,18 @@ def check_start(config: Config, place: Placement | None = None) -> None:
 
 
 def _check_host_memory(config: Config, place: Placement) -> None:
-    """Compare what all sections together ask of the host: each of them alone may fit where all do not."""
+    """Compare what each section asks of the host, and what all do together: each alone may fit where all do not."""
     offload, state = config.offload, config.state
     asked = {
         "ssdtrain.offload.host": 0 if offload is None else offload.host,
         "ssdtrain.offload.buffer": 0 if offload is None else offload.buffer or 0,
         "ssdtrain.state.host": 0 if state is None else state.host,
     }
-    if subject := " and ".join(key for key, nbytes in asked.items() if nbytes):
-        check_host_budget(sum(asked.values()), place.local_world_size, subject=subject)
+    asked = {key: nbytes for key, nbytes in asked.items() if nbytes}
+    for key, nbytes in asked.items():
+        check_host_budget(nbytes, place.local_world_size, subject=key)
+    if len(asked) > 1:
+        check_host_budget(sum(asked.values()), place.local_world_size, subject=" and ".join(asked))
 
 
 def check_state(config: Config, served: bool) -> None:

@@ -66,7 +66,15 @@ def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str |
         problems += _directory_problems(config, path)
     if problems or config is None:
         raise ConfigError(problems, source)
+    if config.offload is not None and config.state is not None and _is_auto(block.get("offload")):
+        host = max(MiB, min(config.offload.host, (_free_memory() - config.state.host) // 2))
+        config = config.model_copy(update={"offload": config.offload.model_copy(update={"host": host})})
     return config
+
+
+def _free_memory() -> int:
+    """Bytes of the node's free memory for each of its ranks."""
+    return int(psutil.virtual_memory().available) // ranks.local_world_size()
 
 
 def _known_part(
@@ -93,11 +101,7 @@ def _known_part(
         if inner is not None and inner.shorthand is not None and isinstance(value, str | bool):
             value = {inner.shorthand: value}
         elif inner is not None and issubclass(inner, OffloadConfig) and _is_auto(value):
-            value = {
-                "host": max(
-                    MiB, int(HOST_SHARE * psutil.virtual_memory().available) // ranks.local_world_size()
-                )
-            }
+            value = {"host": max(MiB, int(HOST_SHARE * _free_memory()))}
         if inner is not None and isinstance(value, Mapping):
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):

@@ -176,7 +176,8 @@ class Config(Section):
 
     offload: OffloadConfig | None = None
     """Offloading of activations. Without this section nothing is offloaded. "auto" in place of the section is a first try without
-    a drive: `host`, a quarter of the memory that is free when the config is read, divided among the ranks of the node."""
+    a drive: `host`, a quarter of the memory that is free when the config is read, divided among the ranks of the node; at most
+    half of what `state.host` leaves."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Defaults of the checkpoint function."""

@@ -123,6 +123,14 @@ def test_offload_auto_is_a_share_of_free_host_memory(monkeypatch: pytest.MonkeyP
     assert 0 < 7 * offload.host < psutil.virtual_memory().total
 
 
+def test_offload_auto_leaves_room_for_model_state_in_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = psutil.virtual_memory()._replace(available=100 << 30)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    for state, offload in (("20GiB", 25), ("80GiB", 10), ("200GiB", 0)):
+        config = load_config({"offload": "auto", "state": {"host": state}})
+        assert config.offload is not None and config.offload.host >> 30 == offload
+
+
 def test_of_a_list_given_twice_the_last_is_taken_and_a_warning_names_both(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import ssdtrain_ds
 from ssdtrain.config import ConfigError
 from ssdtrain.config.errors import InvalidValue
 from ssdtrain.planner.planned_state import PlannedState
@@ -103,6 +104,25 @@ def test_state_of_four_times_the_limit_trains_by_one_key_as_by_hand(
     buffers = state.buffers * state.block_parameters
     assert 2 * (stay + 2 * buffers) < LIMIT < total  # weights of 2 bytes; all else is in host memory
     assert all(torch.equal(a, b) for a, b in zip(train(engine, 7), train(by_hand, 7), strict=True))
+
+
+@pytest.mark.slow
+def test_plan_auto_alone_trains_state_of_four_times_the_gpu_as_by_hand(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    total = 16 * (3136 + 2048 + LAYERS * 12704)
+    monkeypatch.setattr(_compat, "device_memory", lambda: total // 4)
+    key = {"plan": "auto", "report": {"interval": 0}}
+    engine = make_engine(key, model=deep(), zero_optimization={"stage": 3}, **OTHERS)
+    section = engine._config._param_dict["zero_optimization"]
+    by_hand = make_engine(None, model=deep(), zero_optimization=section, **OTHERS)
+    assert section["offload_param"] == section["offload_optimizer"] == {"device": "cpu"}
+    assert persistent(engine) == persistent(by_hand)
+    stay = sum(one.ds_numel for one in engine.module.parameters() if one.ds_persist)
+    assert 0 < 4 * (stay + 2 * 12704) <= total // 8  # half of the GPU is for activations
+    steps = 8  # five of them are profiled
+    assert all(torch.equal(a, b) for a, b in zip(train(engine, steps), train(by_hand, steps), strict=True))
+    assert ssdtrain_ds.runtime_of(engine).statistics().values()["plan/plans"] >= 1
 
 
 @pytest.mark.slow
