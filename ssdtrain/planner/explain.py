@@ -54,10 +54,14 @@ class Outcome(NamedTuple):
             )
 
 
+BRIEF_IN_PARTS = 0.25
+"""Effort of a search for what something better would bring, where parts of blocks may leave."""
+
+
 def alternatives(
     problem: SearchProblem, limits: Limits, objective: Objective, known: Sequence[str]
 ) -> list[tuple[str, Plan | None]]:
-    """The plan if one thing were better, memory, or the bandwidth of the tiers: the best of whole blocks, or the one with the
+    """The plan if one thing were better, memory, or the bandwidth of the tiers: the best of a brief search, or the one with the
     actions `known`. None: there is none."""
     cases: list[tuple[str, SearchProblem, Limits]] = []
     if limits.device is not None:
@@ -71,8 +75,9 @@ def alternatives(
     found: list[tuple[str, Plan | None]] = []
     for name, given, within in cases:
         try:
-            whole = replace(given, by_parts=False)
-            found.append((name, search(whole, within, objective, runners_up=0, known=known)[0]))
+            effort = BRIEF_IN_PARTS if given.by_parts else 1.0
+            plans = search(given, within, objective, runners_up=0, known=known, effort=effort)
+            found.append((name, plans[0]))
         except NoPlan:
             found.append((name, None))
     return found

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import ssdtrain
+from ssdtrain.planner.controller import PlanController
 from tests.state import test_equality, test_vertical
 from tests.state.conftest import Attach
 from tests.state.training import Recipe, adamw, make_model, plain, run, same
@@ -166,3 +167,25 @@ def test_one_key_puts_model_state_in_chunks(device: torch.device) -> None:
         assert run(recipe, model, optimizer, runtime) == losses
         assert same(dict(model.state_dict()), dict(parameters))
         assert runtime.statistics().values()["plan/plans"] >= 1
+
+
+@pytest.mark.usefixtures("later")
+@pytest.mark.parametrize("clip", ["exact", "none"])
+def test_a_plan_of_blocks_and_of_chunks_that_the_cpu_steps(clip: str, device: torch.device) -> None:
+    recipe = Recipe(steps=9, clip=0.5 if clip == "exact" else None)
+    with device:
+        twin, model = make_model(), make_model()
+        losses = run(recipe, twin, OnTheCpu(twin))
+        optimizer = adamw(model.parameters())
+        limit = 2 * sum(parameter.nbytes for parameter in model.parameters())
+        section = {"host": "64MiB", "optimizer": "cpu", "clip": clip, "device_limit": limit, "min_bytes": 256}
+        config = {"plan": "auto", "state": section, "report": {"interval": 0}}
+        with ssdtrain.attach(model, config, optimizer=optimizer) as runtime:
+            assert run(recipe, model, optimizer, runtime) == losses
+            assert same(dict(model.state_dict()), dict(twin.state_dict()))
+            [controller] = [part for part in runtime.features if isinstance(part, PlanController)]
+            assert controller.plan is not None and controller.problem is not None
+            assert all(
+                block.cpu_step for block in controller.problem.blocks if block.name.startswith("layers")
+            )
+            assert controller.plan.timeline.step_wait > 0
