@@ -88,7 +88,7 @@ class PlanController(Feature):
             store.metrics, engine.device.link_bandwidth(), endurance, split=by_regions
         )
         self._engine, self._store, self._reports = engine, store, reports
-        self._finder = PlanFinder(goal, engine)
+        self._finder = PlanFinder(goal, engine, subject.remedy)
         self._limit = PeakLimit(goal.key, goal.limit, self.metric)
         self._arena, self._plot = ArenaCost(engine), PlanPlot(plot, engine.meter)
         self._kept: StepTimeline | None = None  # the step that keeps everything, of `problem`

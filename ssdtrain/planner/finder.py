@@ -14,7 +14,7 @@ optimizers, and what comes and goes inside of operators.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -94,10 +94,14 @@ class DeviceMemory(NamedTuple):
 
 
 class DeviceHeadroom:
-    """Bytes that activations may take at most. See Note: [What may stay on a device]."""
+    """Bytes that activations may take at most. See Note: [What may stay on a device].
 
-    def __init__(self, engine: OffloadEngine) -> None:
-        self._engine = engine
+    Args:
+        remedy: see `PlanBlocks`.
+    """
+
+    def __init__(self, engine: OffloadEngine, remedy: Callable[[int], str] = lambda missing: "") -> None:
+        self._engine, self._remedy = engine, remedy
         self._transient = 0  # the most that was allocated beside the model and the activations
         self._warned = False
 
@@ -109,15 +113,16 @@ class DeviceHeadroom:
         now = self._engine.snapshot()
         return self.left(memory, now.activation_bytes, now.activation_peak_bytes)
 
-    def exceeded(self, room: int, why: ValueError) -> None:
+    def exceeded(self, room: int, why: NoPlan) -> None:
         """No plan stays under `room` bytes, and the nearest one is followed: said once."""
         if not self._warned:
             self._warned = True
             logger.warning(
                 "ssdtrain.plan: about %s of the device are left for activations, and the plan that is nearest to it is "
-                "followed, because %s",
+                "followed, because %s%s",
                 format_size(room),
                 why,
+                self._remedy(why.smallest.peak - room),
             )
 
     def memory(self) -> DeviceMemory | None:
@@ -147,11 +152,14 @@ class PlanFinder:
     Args:
         goal: the limits and the objective.
         engine: of the device.
+        remedy: see `PlanBlocks`.
     """
 
-    def __init__(self, goal: Goal, engine: OffloadEngine) -> None:
+    def __init__(
+        self, goal: Goal, engine: OffloadEngine, remedy: Callable[[int], str] = lambda missing: ""
+    ) -> None:
         self.goal = goal
-        self._headroom = DeviceHeadroom(engine)
+        self._headroom = DeviceHeadroom(engine, remedy)
 
     def find(
         self, problem: SearchProblem, kept: StepTimeline, larger: float = 1.0, rate: float | None = None

@@ -132,6 +132,10 @@ class PlanSubject(Feature, ABC):
         """Bytes per second that the first tier is written at most, of which its drives bear `borne`; None: no limit."""
         return borne
 
+    def remedy(self, missing: int) -> str:
+        """See `PlanBlocks`."""
+        return ""
+
     @abstractmethod
     def follow(self, before: Plan | None, problem: SearchProblem, plan: Plan) -> bool:
         """Carry out a plan from the next forward on. Returns whether it is the one of before."""

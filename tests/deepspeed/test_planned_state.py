@@ -20,7 +20,7 @@ from ssdtrain.planner.planned_state import PlannedState
 from ssdtrain.storage import HostBudgetExceeded, check_host_budget
 from ssdtrain.tools.cli.main import main
 from ssdtrain_ds import _compat
-from ssdtrain_ds.planned_state import zero_options
+from ssdtrain_ds.planned_state import with_less_state, zero_options
 from tests.deepspeed import models
 from tests.deepspeed.conftest import ACCELERATOR, MakeEngine, train
 from tests.support import processes
@@ -187,6 +187,25 @@ def test_blocks_whose_optimizer_stays_are_a_ratio_of_groups_and_ranks_share_what
     assert zero_options(replace(STATE, place="device", zero=2, cpu_optimizer=False)) == {"stage": 2}
     fits = zero_options(replace(STATE, persistent=LAYERS))
     assert fits == {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+
+
+def test_what_cannot_be_changed_while_training_is_said_with_the_json() -> None:
+    """For activations that need more of the GPU than model state leaves."""
+
+    def changed(section: dict[str, Any], missing: int = 40) -> Any:
+        line = with_less_state(section, 4, missing)
+        return json.loads(line.partition('"zero_optimization": ')[2]) if line else None
+
+    on_cpus = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    assert changed({"stage": 3}) == on_cpus
+    assert changed(on_cpus) == {**on_cpus, "offload_param": {"device": "cpu"}}
+    fewer = changed(OPTIONS)
+    assert OPTIONS["stage3_model_persistence_threshold"] - fewer["stage3_model_persistence_threshold"] == 10
+    assert OPTIONS["stage3_max_live_parameters"] - fewer["stage3_max_live_parameters"] == 10
+    assert fewer.keys() == OPTIONS.keys() and zero_options(STATE)["stage"] == fewer["stage"]
+    none_stays = changed(OPTIONS, 1 << 40)
+    assert none_stays["stage3_model_persistence_threshold"] == 0
+    assert changed(none_stays) is None and changed({"stage": 2}) is None
 
 
 def run_ranks(directory: Path, name: str, config: dict[str, Any], steps: int, resume: str = "") -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,12 +172,14 @@ def test_what_does_not_fit_beside_the_model_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceHeadroom, "memory", lambda self: DeviceMemory(100, 1 << 40, 0, 0))
+    monkeypatch.setattr(Regions, "remedy", lambda self, missing: f"; {missing} bytes more")
     with controlled(tmp_path, Goal.of_budget(None), monkeypatch) as (controller, runtime):
         planned(runtime, controller)
         again(runtime, controller)
         assert controller.metric.plans == 2
     [line] = [r.getMessage() for r in caplog.records if "are left for activations" in r.getMessage()]
     assert "the smallest peak of activations found is" in line
+    assert re.search(r"; [1-9]\d* bytes more$", line)
 
 
 def test_tapes_that_outgrow_the_limit_end_no_run(
