@@ -16,7 +16,6 @@ from ssdtrain.profile.blocks import names_a_module
 from ssdtrain_ds import _compat
 from ssdtrain_ds.block import BLOCK_KEY
 from ssdtrain_ds.planned_state import ZERO_SECTION, with_less_state
-from ssdtrain_ds.state import weight_bytes
 
 _RUNNING = "deepspeed: modules whose forwards run"
 
@@ -42,9 +41,8 @@ def plan_blocks(engine: Any, config: Config, written: Mapping[str, Any]) -> Plan
     for block in blocks.values():
         set_parameter_shapes(block, map(_compat.full_shape, block.parameters()))
     _restore_modules_of_forward(engine)
-    remedy = functools.partial(with_less_state, written.get(ZERO_SECTION) or {}, weight_bytes(written))
     group = None if config.compresses else _compat.gathering_group(engine)
-    return PlanBlocks(blocks, group=group, remedy=remedy)
+    return PlanBlocks(blocks, group=group, remedy=with_less_state(written.get(ZERO_SECTION) or {}))
 
 
 def _of_stage(engine: Any, plan: PlanConfig) -> PlanBlocks:

@@ -52,38 +52,21 @@ def zero_options(state: PlannedState, directory: str | None = None) -> dict[str,
     return options
 
 
-def with_less_state(section: Mapping[str, Any], itemsize: int, missing: int) -> str:
+def with_less_state(section: Mapping[str, Any]) -> str:
     """Say which `zero_optimization` leaves more of the GPU to activations than `section` does, as the end of a line of the log.
-    "": ZeRO-3 has none.
-
-    Args:
-        itemsize: bytes of a weight.
-        missing: bytes that weights of blocks give, where these are all that is on the GPU.
-    """
-    stay = int(section.get("stage3_model_persistence_threshold") or 0)
-    changed: dict[str, Any] = {}
+    "": ZeRO-3 has the optimizer and weights off the GPU already, or it is another stage."""
     if section.get("stage") != 3:
         return ""
-    if not _is_away(section, "offload_optimizer"):
-        changed["offload_optimizer"] = {"device": "cpu"}
-    elif not _is_away(section, "offload_param"):
-        changed["offload_param"] = {"device": "cpu"}
-    elif stay:
-        fewer = min(stay, -(-missing // itemsize))
-        for name in ("stage3_model_persistence_threshold", "stage3_max_live_parameters"):
-            if name in section:
-                changed[name] = int(section[name]) - fewer
-    else:
-        return ""
-    return (
-        "; where model state is cannot be changed while training: less of it is on the GPU with "
-        f'"{ZERO_SECTION}": {json.dumps({**section, **changed})}'
-    )
-
-
-def _is_away(section: Mapping[str, Any], name: str) -> bool:
-    inner = section.get(name)
-    return isinstance(inner, Mapping) and inner.get("device", "cpu") != "none"
+    for name in ("offload_optimizer", "offload_param"):
+        inner = section.get(name)
+        inner = inner if isinstance(inner, Mapping) else {}
+        if inner.get("device", "none") == "none":
+            changed = {**section, name: {**inner, "device": "cpu"}}
+            return (
+                "; where model state is cannot be changed while training: less of it is on the GPU with "
+                f'"{ZERO_SECTION}": {json.dumps(changed)}'
+            )
+    return ""
 
 
 def planned_section(state: PlannedState, written: Mapping[str, Any], value: Any, key: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def _within_limit(
             return None
         raise ConfigError([_issue(plan, str(error), "plan.blocks that name modules")]) from error
     # 1. What there is. Weights of 16 bits have a copy of 32 bits beside the optimizer's state.
-    itemsize = weight_bytes(written)
+    itemsize = 2 if _is_enabled(written, "bf16") or _is_enabled(written, "fp16") else 4
     elements = {parameter: math.prod(_compat.full_shape(parameter)) for parameter in model.parameters()}
     trained = sum(number for parameter, number in elements.items() if parameter.requires_grad)
     each = [sum(elements[parameter] for parameter in block.parameters()) for block in blocks]
@@ -162,11 +162,6 @@ def _within_limit(
         format_size(limit),
     )
     return state
-
-
-def weight_bytes(written: Mapping[str, Any]) -> int:
-    """Return the bytes of a weight on the GPU under this DeepSpeed config."""
-    return 2 if _is_enabled(written, "bf16") or _is_enabled(written, "fp16") else 4
 
 
 def _issue(plan: PlanConfig, why: str, allowed: str) -> ConfigIssue:

@@ -94,7 +94,7 @@ class Blocks(PlanSubject):
         codec_seconds: tuple[float, float] = (0.0, 0.0),
     ) -> None:
         super().__init__()
-        self._state, self._codec_seconds, self._named = state, codec_seconds, named
+        self._state, self._codec_seconds, self.remedy = state, codec_seconds, named.remedy
         engine, blocks = offload.engine, named.blocks
         self.agreement = agreement = Agreement(named.group, tuple(blocks), engine.eligible.device)
         self._config, self._offload, self._policy, self._engine = config, offload, policy, engine
@@ -389,10 +389,6 @@ class Blocks(PlanSubject):
     def larger(self) -> float:
         saved = sum(piece.block.saved + piece.block.small for piece in self._measured)
         return max(1.0, self._largest / saved) if saved else 1.0
-
-    def remedy(self, missing: int) -> str:
-        """See `PlanBlocks`."""
-        return self._named.remedy(missing)
 
     def follow(self, before: Plan | None, problem: SearchProblem, plan: Plan) -> bool:
         if self._spans is not None:

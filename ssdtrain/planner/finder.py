@@ -14,7 +14,7 @@ optimizers, and what comes and goes inside of operators.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -100,7 +100,7 @@ class DeviceHeadroom:
         remedy: see `PlanBlocks`.
     """
 
-    def __init__(self, engine: OffloadEngine, remedy: Callable[[int], str] = lambda missing: "") -> None:
+    def __init__(self, engine: OffloadEngine, remedy: str = "") -> None:
         self._engine, self._remedy = engine, remedy
         self._transient = 0  # the most that was allocated beside the model and the activations
         self._warned = False
@@ -117,12 +117,13 @@ class DeviceHeadroom:
         """No plan stays under `room` bytes, and the nearest one is followed: said once."""
         if not self._warned:
             self._warned = True
+            too_large = why.limits.device is not None and why.smallest.peak > why.limits.device
             logger.warning(
                 "ssdtrain.plan: about %s of the device are left for activations, and the plan that is nearest to it is "
                 "followed, because %s%s",
                 format_size(room),
                 why,
-                self._remedy(why.smallest.peak - room),
+                self._remedy if too_large else "",  # else memory is enough, and time or endurance is not
             )
 
     def memory(self) -> DeviceMemory | None:
@@ -155,9 +156,7 @@ class PlanFinder:
         remedy: see `PlanBlocks`.
     """
 
-    def __init__(
-        self, goal: Goal, engine: OffloadEngine, remedy: Callable[[int], str] = lambda missing: ""
-    ) -> None:
+    def __init__(self, goal: Goal, engine: OffloadEngine, remedy: str = "") -> None:
         self.goal = goal
         self._headroom = DeviceHeadroom(engine, remedy)
 

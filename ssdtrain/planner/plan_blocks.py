@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +30,7 @@ class PlanBlocks:
         group: of the ranks that recompute the same blocks, because these communicate with each other: a process group of torch.
             None: a block that communicates is never recomputed.
         empty_stage: this rank is a pipeline stage without any of the blocks that other stages have: it has nothing to plan for.
-        remedy: what gives activations so many bytes more of the device, and cannot be done while training, as the end of a line
-            of the log.
+        remedy: what gives activations more of the device, and cannot be done while training, as the end of a line of the log.
     """
 
     blocks: Mapping[str, nn.Module] = field(default_factory=dict)
@@ -39,7 +38,7 @@ class PlanBlocks:
     compress: bool = False
     group: Any = None
     empty_stage: bool = False
-    remedy: Callable[[int], str] = lambda missing: ""
+    remedy: str = ""
 
 
 def check_patterns(model: nn.Module, plan: PlanConfig) -> None:

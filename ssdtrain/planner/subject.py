@@ -42,6 +42,9 @@ class PlanSubject(Feature, ABC):
     SETTLES = ""
     """Reason of a plan of which it says nothing about the bandwidths that it is the one of before."""
 
+    remedy: str = ""
+    """See `PlanBlocks`."""
+
     def __init__(self, note: str = "") -> None:
         self.note = note
         self.modules: dict[str, str] = {}
@@ -131,10 +134,6 @@ class PlanSubject(Feature, ABC):
     def write_rate(self, problem: SearchProblem, borne: float | None) -> float | None:
         """Bytes per second that the first tier is written at most, of which its drives bear `borne`; None: no limit."""
         return borne
-
-    def remedy(self, missing: int) -> str:
-        """See `PlanBlocks`."""
-        return ""
 
     @abstractmethod
     def follow(self, before: Plan | None, problem: SearchProblem, plan: Plan) -> bool:

@@ -192,20 +192,17 @@ def test_blocks_whose_optimizer_stays_are_a_ratio_of_groups_and_ranks_share_what
 def test_what_cannot_be_changed_while_training_is_said_with_the_json() -> None:
     """For activations that need more of the GPU than model state leaves."""
 
-    def changed(section: dict[str, Any], missing: int = 40) -> Any:
-        line = with_less_state(section, 4, missing)
+    def changed(section: dict[str, Any]) -> Any:
+        line = with_less_state(section)
         return json.loads(line.partition('"zero_optimization": ')[2]) if line else None
 
     on_cpus = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    assert changed({"stage": 3}) == on_cpus
+    assert changed({"stage": 3}) == changed({"stage": 3, "offload_optimizer": None}) == on_cpus
+    # DeepSpeed's default of `device` is "none".
+    pinned = changed({"stage": 3, "offload_optimizer": {"pin_memory": True}})
+    assert pinned == {"stage": 3, "offload_optimizer": {"pin_memory": True, "device": "cpu"}}
     assert changed(on_cpus) == {**on_cpus, "offload_param": {"device": "cpu"}}
-    fewer = changed(OPTIONS)
-    assert OPTIONS["stage3_model_persistence_threshold"] - fewer["stage3_model_persistence_threshold"] == 10
-    assert OPTIONS["stage3_max_live_parameters"] - fewer["stage3_max_live_parameters"] == 10
-    assert fewer.keys() == OPTIONS.keys() and zero_options(STATE)["stage"] == fewer["stage"]
-    none_stays = changed(OPTIONS, 1 << 40)
-    assert none_stays["stage3_model_persistence_threshold"] == 0
-    assert changed(none_stays) is None and changed({"stage": 2}) is None
+    assert changed(OPTIONS) is None and changed({"stage": 2}) is None
 
 
 def run_ranks(directory: Path, name: str, config: dict[str, Any], steps: int, resume: str = "") -> list[Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,8 +17,8 @@ from ssdtrain.features import Step
 from ssdtrain.planner.controller import PlanController
 from ssdtrain.planner.derating import DRIFTED, BandwidthDerating, Rates
 from ssdtrain.planner.finder import DeviceHeadroom, DeviceMemory, Goal
-from ssdtrain.planner.model.types import KEPT
-from ssdtrain.planner.plans import NoPlan, SearchProblem
+from ssdtrain.planner.model.types import KEPT, Block, Machine, one_after_the_other
+from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for, play
 from ssdtrain.planner.profile import Profile
 from ssdtrain.planner.regions import SEVERAL, AdaptivePolicy, Regions
 from ssdtrain.runtime import Runtime
@@ -172,14 +171,29 @@ def test_what_does_not_fit_beside_the_model_is_said_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(DeviceHeadroom, "memory", lambda self: DeviceMemory(100, 1 << 40, 0, 0))
-    monkeypatch.setattr(Regions, "remedy", lambda self, missing: f"; {missing} bytes more")
+    monkeypatch.setattr(Regions, "remedy", "; another batch")
     with controlled(tmp_path, Goal.of_budget(None), monkeypatch) as (controller, runtime):
         planned(runtime, controller)
         again(runtime, controller)
         assert controller.metric.plans == 2
     [line] = [r.getMessage() for r in caplog.records if "are left for activations" in r.getMessage()]
     assert "the smallest peak of activations found is" in line
-    assert re.search(r"; [1-9]\d* bytes more$", line)
+    assert line.endswith("; another batch")
+
+
+def test_more_memory_is_no_remedy_where_time_or_endurance_is_missing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    machine = Machine(())
+    block = Block("", 1.0, 2.0, 100)
+    problem = SearchProblem([[block]], one_after_the_other(), machine, actions_for(machine))
+    smallest = play(problem, ["keep"])
+    for device, remedy in ((smallest.peak - 1, True), (smallest.peak, False)):
+        caplog.clear()
+        headroom = DeviceHeadroom(None, "; another batch")  # type: ignore[arg-type]
+        # The search was under the room for the forward of the profile: the largest one takes half as much again.
+        headroom.exceeded(3 * device // 2, NoPlan(smallest, Limits(device, seconds=0.1), [block]))
+        assert ("; another batch" in caplog.text) == remedy
 
 
 def test_tapes_that_outgrow_the_limit_end_no_run(
