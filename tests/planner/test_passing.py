@@ -87,6 +87,14 @@ def test_gradients_do_not_wait_for_writes_that_a_cpu_defers() -> None:
     assert 12.0 <= seconds < 13.0
 
 
+def test_only_gradients_of_the_last_backward_are_used_up_and_not_written() -> None:
+    one = Block("", 1.0, 2.0, GB, forward_loads=GB, backward_loads=2 * GB, backward_stores=GB, cpu_step=1.0)
+    drive = Tier("ssd", 10.0 * GB, 10.0 * GB)
+    machine = Machine((drive,), Link(10 * GB, 10 * GB), state=drive, steps_inside=True)
+    found = simulate([[one] * 4], [[KEPT] * 4], one_after_the_other(3), machine)
+    assert found.written["ssd"] == (3 - 1) * 4 * GB
+
+
 def stepped(cpu: float, *, inside: bool, link: float | None = None, stays: bool = False) -> StepTimeline:
     """Three blocks of 1 s and 2 s, each with 1 GB of parameters, which a CPU steps in `cpu` seconds."""
     loads = 0 if stays or link is None else GB

@@ -356,7 +356,7 @@ class Simulation:
                 self.run(block.recompute)
             self.run(block.backward)
             if self.streams:
-                gone = self.streaming.used(key, block.backward_stores)
+                gone = self.streaming.used(key, block.backward_stores, last=last)
                 if block.cpu_step:
                     self.host_steps.backward(key, block, gone, last=last)
             pooled = saved.nbytes if saved.pooled else 0

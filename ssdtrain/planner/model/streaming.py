@@ -100,12 +100,16 @@ class StateStreaming:
         self._copied.append(ended)
         return ended
 
-    def used(self, key: ChunkKey, gradients: int = 0) -> float:
-        """The block's forward or backward has ended; so many bytes of its gradients leave. Returns when they have left."""
+    def used(self, key: ChunkKey, gradients: int = 0, *, last: bool = False) -> float:
+        """The block's forward or backward has ended; so many bytes of its gradients leave. Returns when they have left.
+
+        Args:
+            last: no other backward of this step follows.
+        """
         running = self._running
         left = running.now
         if gradients:
-            server = None if running.machine.steps_inside else self._server  # the step uses them up
+            server = None if last and running.machine.steps_inside else self._server  # a step uses them up
             if server is not None and len(self._written) >= STAGED:
                 running.flush()  # what is deferred stands in line before it
                 left = max(left, server.finish(self._written.popleft()))
