@@ -101,17 +101,26 @@ class StateCosts:
         chunks = {chunk.name: chunk for chunk in self.chunks}
         link = problem.machine.link is not None
 
+        done: set[str] = set()
+
         def of(block: Block) -> Block:
             chunk = chunks.get(block.name)
             if chunk is None or not (block.name in passing or chunk.stepped):
                 return block
-            moved: dict[str, Any] = {"backward_loads": 0, "cpu_step": self.stepping * chunk.stepped}
+            moved: dict[str, Any] = {"backward_loads": 0}
             if block.name in passing:
                 moved["forward_loads"] = chunk.values
                 moved["backward_loads"] = chunk.values + (chunk.gradients if again else 0)
-                moved["backward_stores"] = chunk.gradients
-            elif link:
-                moved |= {"backward_stores": chunk.gradients, "returns": chunk.stepped}
+            elif link and again:
+                moved["backward_loads"] = chunk.gradients
+            # Of a block that runs several times in a forward, the first time comes last in backward.
+            if block.name not in done:
+                done.add(block.name)
+                moved["cpu_step"] = self.stepping * chunk.stepped
+                if block.name in passing:
+                    moved["backward_stores"] = chunk.gradients
+                elif link:
+                    moved |= {"backward_stores": chunk.gradients, "returns": chunk.stepped}
             others = {name: getattr(block, name) for name in ("compressed", "encoded")}
             others = {name: other and streamed(other, **moved) for name, other in others.items()}
             return replace(streamed(block, **moved), **others)

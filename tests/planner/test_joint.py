@@ -93,3 +93,34 @@ def test_more_memory_is_never_slower() -> None:
         found.append(finder.find(problem, kept).plans[0])
     assert [plan.seconds for plan in found] == sorted((plan.seconds for plan in found), reverse=True)
     assert found[0].state.persistent < found[-1].state.persistent
+
+
+def stepped_problem(names: list[str], microbatches: int = 1) -> SearchProblem:
+    """A device's blocks of these names, which the CPU steps in 1 s each."""
+    chunks = [StateChunk(name, MB, MB, MB, 2 * MB, MB) for name in dict.fromkeys(names)]
+    costs = StateCosts(chunks, 0, stepping=1.0 / MB, steps_inside=True)
+    machine = Machine((), Link(MB, MB))
+    blocks = [Block(name, 1.0, 2.0, MB) for name in names]
+    order = one_after_the_other(microbatches)
+    return SearchProblem([blocks], order, machine, actions_for(machine), state=costs)
+
+
+@pytest.mark.parametrize("persistent", [0, 1])
+def test_a_block_that_runs_several_times_is_stepped_once(persistent: int) -> None:
+    problem = stepped_problem(["shared"] * 3)
+    left = problem.under(problem.state.choice(persistent, 2))
+    assert [block.cpu_step for block in left.blocks] == [1.0, 0, 0]
+    assert [block.backward_stores for block in left.blocks] == [MB, 0, 0]
+    assert [block.returns for block in left.blocks] == [persistent * MB, 0, 0]
+
+
+@pytest.mark.parametrize(("microbatches", "loads"), [(1, 0), (4, MB)])
+def test_gradients_of_chunks_that_stay_come_back_for_the_next_microbatch(
+    microbatches: int, loads: int
+) -> None:
+    problem = stepped_problem(["first", "second"], microbatches)
+    left = problem.under(problem.state.choice(2, 2))
+    assert [block.backward_loads for block in left.blocks] == [loads, loads]
+    without = [dataclasses.replace(block, backward_loads=0) for block in left.blocks]
+    more = kept_step(left).seconds - kept_step(dataclasses.replace(left, chunks=[without])).seconds
+    assert (more > 0) == (microbatches > 1)
