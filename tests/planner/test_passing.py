@@ -95,7 +95,9 @@ def test_only_gradients_of_the_last_backward_are_used_up_and_not_written() -> No
     assert found.written["ssd"] == (3 - 1) * 4 * GB
 
 
-def stepped(cpu: float, *, inside: bool, link: float | None = None, stays: bool = False) -> StepTimeline:
+def stepped(
+    cpu: float, *, inside: bool, link: float | None = None, stays: bool = False, steps: int = 1
+) -> StepTimeline:
     """Three blocks of 1 s and 2 s, each with 1 GB of parameters, which a CPU steps in `cpu` seconds."""
     loads = 0 if stays or link is None else GB
     one = Block("", 1.0, 2.0, GB, forward_loads=loads, backward_loads=loads, cpu_step=cpu)
@@ -104,7 +106,7 @@ def stepped(cpu: float, *, inside: bool, link: float | None = None, stays: bool 
         rate = Link(link * GB, link * GB)
         one = replace(one, backward_stores=GB, returns=GB if stays else 0)
     machine = Machine((), rate, steps_inside=inside)
-    return simulate([[one] * 3], [[KEPT] * 3], one_after_the_other(), machine)
+    return simulate([[one] * 3], [[KEPT] * 3], one_after_the_other(), machine, steps=steps)
 
 
 def test_steps_on_cpus_hide_behind_backward_and_only_the_last_one_is_waited_for() -> None:
@@ -118,6 +120,11 @@ def test_steps_behind_the_passes_hide_behind_the_next_forward() -> None:
     assert stepped(1.0, inside=False).seconds == pytest.approx(9 + 1)
     # The third block is there 12 s after the passes, and its forward begins 2 s after that of the first.
     assert stepped(4.0, inside=False).seconds == pytest.approx(9 + 12 - 2)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_each_of_several_steps_waits_for_the_cpus_of_the_one_before(inside: bool) -> None:
+    assert stepped(4.0, inside=inside, steps=4).seconds == pytest.approx(stepped(4.0, inside=inside).seconds)
 
 
 def test_what_stays_on_a_device_comes_back_behind_its_step() -> None:

@@ -430,7 +430,8 @@ class Simulation:
         return False
 
     def next_step(self) -> None:
-        """What is counted from now on is the next step's."""
+        """What is counted from now on is the next step's. Its forward waits for what is stepped late."""
+        self.now += self.host_steps.wait()
         self.began = self.host = self.now
         self.compute = 0.0
         self.host_steps.next_step()
