@@ -397,7 +397,8 @@ class Blocks(PlanSubject):
             self._recorder.request("plan", False)
         if before is not None and before == plan:
             return True
-        if self._state is not None and plan.state is not None:
+        # To follow a choice finishes all steps and loads all that stays, also where it is the one of before.
+        if self._state is not None and plan.state is not None and (not before or before.state != plan.state):
             self._state.follow(plan.state)
         self._actions.follow(self._measured, plan.actions, self._largest, self.agreement.recomputed)
         return False

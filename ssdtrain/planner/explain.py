@@ -165,6 +165,8 @@ def plan_table(
     bound = "" if limit is None else f" of {size_text(limit)}"
     for which, plan in zip(["predicted", *["next best"] * 3], plans, strict=False):
         after = f", waits {duration_text(plan.timeline.stall)}" if plan.timeline.stall > 1e-9 else ""
+        if plan.timeline.step_wait > 1e-9:
+            after += f", waits {duration_text(plan.timeline.step_wait)} for the CPU's steps"
         after += "" if plan is best else f": {plan.summary()}"
         lines.append(
             f"  {which}: {what} {size_text(plan.peak)}{bound}, {passes} x{_ratio(plan, kept):.3f} "

@@ -300,8 +300,8 @@ class ModelState(Feature):
 
     @property
     def steps_inside(self) -> bool:
-        """The CPU steps chunks while backward runs."""
-        return self._config.optimizer == "cpu" and self._config.clip != "exact"
+        """The CPU steps chunks while backward runs, as steps are now: with `clip: "delayed"` only where they are clipped."""
+        return isinstance(self._chunked, HostOptimizer) and self._chunked.steps_inside
 
     @property
     def fixed(self) -> int:

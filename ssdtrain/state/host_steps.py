@@ -274,11 +274,11 @@ class HostOptimizer(ChunkedOptimizer):
                 f"a backward meets {chunk.name}, whose gradients a step has used up (config section state, optimizer "
                 f'"cpu", clip "{self._clip}"): {remedy}'
             )
-        return self._steps_inside and chunk.backwards + 1 == self._microbatches
+        return self.steps_inside and chunk.backwards + 1 == self._microbatches
 
     def after_backward(self, chunk: Chunk) -> bool:
         """Step `chunk`, whose gradients are complete, if it is time. Returns whether the step has them."""
-        if self._steps_inside and chunk.backwards == self._microbatches:
+        if self.steps_inside and chunk.backwards == self._microbatches:
             self._options_inside = self._options_inside or [
                 copied_options(group) for group in self.optimizer.param_groups
             ]
@@ -286,14 +286,15 @@ class HostOptimizer(ChunkedOptimizer):
                 assert chunk.pending is not None
                 chunk.pending.begin(required=True)
                 return True
-        elif self._norms_wanted and not self._steps_inside:
+        elif self._norms_wanted and not self.steps_inside:
             gradients = [parameter.grad for parameter in chunk.parameters if parameter.grad is not None]
             parameters = [parameter for parameter in chunk.parameters if parameter.grad is not None]
             chunk.norms = dict(zip(parameters, norms_of(gradients, *self.norm_kind), strict=True))
         return False
 
     @property
-    def _steps_inside(self) -> bool:
+    def steps_inside(self) -> bool:
+        """Whether the next backwards step the chunks whose gradients they complete."""
         return self._clip == "none" or (self._clip == "delayed" and self._factor is not None)
 
     def advance(self) -> None:

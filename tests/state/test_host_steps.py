@@ -171,6 +171,18 @@ def test_delayed_clipping_is_what_it_is_defined_to_be(place: str, attach: Attach
     assert same(dict(model.state_dict()), dict(twin.state_dict()))
 
 
+@pytest.mark.parametrize("max_norm", [0.5, None])
+def test_delayed_clipping_steps_inside_of_backward_only_where_steps_are_clipped(
+    max_norm: float | None, attach: Attach
+) -> None:
+    model = make_model()
+    optimizer = ADAMW[0](list(model.parameters()))
+    runtime = attach(model, optimizer, optimizer_on="cpu", clip="delayed")
+    assert not runtime.state.steps_inside
+    run(Recipe(steps=2, clip=max_norm), model, optimizer, runtime)
+    assert runtime.state.steps_inside == (max_norm is not None)
+
+
 def test_delayed_clipping_in_every_step_and_by_the_same_norm(attach: Attach) -> None:
     model = make_model()
     optimizer = ADAMW[0](list(model.parameters()))
