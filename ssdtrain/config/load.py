@@ -66,15 +66,29 @@ def config_from_dict(block: Mapping[str, Any], *, path: str = KEY, source: str |
         problems += _directory_problems(config, path)
     if problems or config is None:
         raise ConfigError(problems, source)
-    if config.offload is not None and config.state is not None and _is_auto(block.get("offload")):
-        host = max(MiB, min(config.offload.host, (_free_memory() - config.state.host) // 2))
-        config = config.model_copy(update={"offload": config.offload.model_copy(update={"host": host})})
+    if config.offload is not None and _is_auto(block.get("offload")):
+        config.offload.model_fields_set.discard("host")  # nobody wrote it
+        if config.state is not None:
+            offload = beside_state(config.offload, config.state.host, ranks.local_world_size())
+            config = config.model_copy(update={"offload": offload})
     return config
 
 
-def _free_memory() -> int:
+def beside_state(offload: OffloadConfig, nbytes: int, local_world_size: int) -> OffloadConfig:
+    """Return the section with at most half of the host memory that model state leaves, where `host` is that of "auto".
+
+    Args:
+        nbytes: of model state in host memory, for each rank of the node.
+    """
+    if not offload.host or "host" in offload.model_fields_set:
+        return offload
+    host = max(MiB, min(offload.host, (_free_memory(local_world_size) - nbytes) // 2))
+    return offload.model_copy(update={"host": host})
+
+
+def _free_memory(local_world_size: int) -> int:
     """Bytes of the node's free memory for each of its ranks."""
-    return int(psutil.virtual_memory().available) // ranks.local_world_size()
+    return int(psutil.virtual_memory().available) // local_world_size
 
 
 def _known_part(
@@ -101,7 +115,7 @@ def _known_part(
         if inner is not None and inner.shorthand is not None and isinstance(value, str | bool):
             value = {inner.shorthand: value}
         elif inner is not None and issubclass(inner, OffloadConfig) and _is_auto(value):
-            value = {"host": max(MiB, int(HOST_SHARE * _free_memory()))}
+            value = {"host": max(MiB, int(HOST_SHARE * _free_memory(ranks.local_world_size())))}
         if inner is not None and isinstance(value, Mapping):
             value = _known_part(value, inner, f"{path}.{key}", f"{key}.", problems)
         elif inner is not None and not isinstance(value, Section):

@@ -177,7 +177,7 @@ class Config(Section):
     offload: OffloadConfig | None = None
     """Offloading of activations. Without this section nothing is offloaded. "auto" in place of the section is a first try without
     a drive: `host`, a quarter of the memory that is free when the config is read, divided among the ranks of the node; at most
-    half of what `state.host` leaves."""
+    half of what `state.host`, or all of the model state for `plan.state_limit` in plain PyTorch, leaves."""
 
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Defaults of the checkpoint function."""

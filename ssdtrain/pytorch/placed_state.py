@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from ssdtrain.config import Config, ConfigError, ConfigIssue, StateConfig, exact_size
+from ssdtrain.config.load import beside_state
 from ssdtrain.features import Placement
 from ssdtrain.pytorch.models import check_unwrapped
 from ssdtrain.state.find import check
@@ -52,6 +53,7 @@ def place_state(
         offload = offload.model_copy(update={"capacity": offload.capacity - offload.capacity // 2})
     if not section.directories:
         host = _slot_bytes(model, optimizer)
+        offload = offload and beside_state(offload, host, place.local_world_size)
         beside = 0 if offload is None else offload.host + (offload.buffer or 0)
         subject = f"{_KEY} without drives (all of the model state) and ssdtrain.offload"
         check_host_budget(host + beside, place.local_world_size, subject=subject)

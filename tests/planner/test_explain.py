@@ -8,10 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from ssdtrain.planner.explain import limit_text
+from ssdtrain.planner.explain import limit_text, plan_table
 from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.model.types import KEPT, Block, Choice, Machine, Tier, one_after_the_other
-from ssdtrain.planner.plans import Plan, SearchProblem, actions_for, play
+from ssdtrain.planner.plans import Plan, SearchProblem, actions_for, kept_step, play
 from ssdtrain.tools.whatif.explain import rows
 
 UNITS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -74,3 +74,11 @@ def test_where_a_faster_drive_would_not_help_it_is_the_order_of_the_step() -> No
 
 def test_nothing_limits_a_plan_by_which_everything_leaves() -> None:
     assert limited(5, left=8) == ""
+
+
+@pytest.mark.parametrize("stepping", [0.0, 2.0])
+def test_the_table_says_what_is_waited_for_the_steps_of_cpus(stepping: float) -> None:
+    block = Block("block", 1.0, 2.0, GB, cpu_step=stepping)
+    problem = SearchProblem([[block]], one_after_the_other(), Machine((), steps_inside=True), {"keep": KEPT})
+    table = plan_table("plan auto", problem, [play(problem, ["keep"])], kept_step(problem))
+    assert (", waits 2.00 s for the CPU's steps" in table) == bool(stepping)

@@ -7,6 +7,7 @@ from collections import OrderedDict
 from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -257,3 +258,20 @@ def test_the_one_key_counts_host_memory_with_that_of_offload(monkeypatch: pytest
     ssdtrain.attach(model, config, optimizer=optimizer).close()
     with pytest.raises(HostBudgetExceeded, match=r"plan\.state_limit without drives"):
         ssdtrain.attach(model, {**config, "offload": {"host": "30MiB"}}, optimizer=optimizer)
+
+
+def test_offload_auto_leaves_room_for_the_model_state_of_the_one_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(width=128)
+    config: dict[str, Any] = {"plan": {"state_limit": "4MiB"}, "report": {"interval": 0}}
+    optimizer = _adamw(list(model.parameters()))
+    with ssdtrain.attach(model, config, optimizer=optimizer) as runtime:
+        assert runtime.config.state is not None
+        needed = runtime.config.state.host
+    available = needed + (4 << 20)  # a quarter of it is more than state leaves
+    free = psutil.virtual_memory()._replace(available=available)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr("ssdtrain.storage.budget._mem_available", lambda _: available)
+    with ssdtrain.attach(model, {**config, "offload": "auto"}, optimizer=optimizer) as runtime:
+        offload, state = runtime.config.offload, runtime.config.state
+        assert offload is not None and state is not None
+        assert offload.host == 2 << 20 and state.host == needed
