@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.codec_errors import INTRODUCTION, SPECS, document, rows, tensors
 from benchmarks.codecs import measure
 
-pytestmark = pytest.mark.slow  # a GPT is trained for the tensors
+trains_a_gpt = pytest.mark.slow  # for the tensors
 
 PAGE = Path(__file__).parents[2] / "docs" / "codecs.md"
 
@@ -35,6 +35,7 @@ def found() -> dict[str, Tensor]:
     return tensors(steps=60)
 
 
+@trains_a_gpt
 def test_errors_are_those_measured_before(found: dict[str, Tensor]) -> None:
     by_codec = {row["codec"]: row for row in rows(found)}
     for spec, expected in MEASURED.items():
@@ -42,6 +43,7 @@ def test_errors_are_those_measured_before(found: dict[str, Tensor]) -> None:
             assert error / WITHIN <= by_codec[spec][name] <= error * WITHIN, (spec, name)
 
 
+@trains_a_gpt
 def test_zfp_is_biased_and_the_integers_are_not(found: dict[str, Tensor]) -> None:
     by_codec = {row["codec"]: row["bias"] for row in rows(found, ("zfp:rate=8", "zfp:rate=4", "int8"))}
     assert by_codec["zfp:rate=4"] < -0.05
@@ -49,6 +51,11 @@ def test_zfp_is_biased_and_the_integers_are_not(found: dict[str, Tensor]) -> Non
     assert abs(by_codec["int8"]) < 0.0005
 
 
+def test_the_page_begins_with_the_introduction_that_is_edited() -> None:
+    assert PAGE.read_text().startswith(INTRODUCTION.read_text().rstrip())
+
+
+@trains_a_gpt
 def test_the_page_is_complete(found: dict[str, Tensor]) -> None:
     speed = json.loads(json.dumps({"cpu": "any", "mebibytes": 1, **measure(1, 1, ["bf16", "int8"])}))
     for page in (document(found, 60, speed), PAGE.read_text()):
