@@ -113,6 +113,20 @@ class Half:
         return None
 
 
+class LoadsLateInBackward(torch.autograd.Function):
+    """Once its backward has run, loads come late."""
+
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, runtime: Runtime) -> torch.Tensor:
+        context.runtime = runtime
+        return x.clone()
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        sleep(context.runtime, "_load_stream")
+        return gradient, None
+
+
 class OverwritesInBackward(torch.autograd.Function):
     """Its backward takes what memory of the current stream is free, once the engine knows what has died."""
 
@@ -130,8 +144,9 @@ class OverwritesInBackward(torch.autograd.Function):
 
 def test_a_part_that_stayed_is_kept_while_it_is_put_back(device: torch.device, tmp_path: Path) -> None:
     """1. A branch on a stream of its own saves a tensor, and the main stream begins its store: the part that stays is in its
-    memory. 2. In backward the branch's stream waits for the load, which is late; the main stream does not. 3. Backward is done
-    with the tensor, and the main stream uses the memory of the part for others."""
+    memory. 2. In backward the main stream is done with its own loads; only then loads come late. The branch's stream waits for
+    its load, the main stream does not. 3. Backward is done with the tensor, and the main stream uses the memory of the part for
+    others."""
     count = 4 << 20
     side, main = torch.cuda.Stream(device), torch.cuda.current_stream(device)
     x, first = (torch.ones(count, device=device, requires_grad=True) for _ in range(2))
@@ -146,6 +161,8 @@ def test_a_part_that_stayed_is_kept_while_it_is_put_back(device: torch.device, t
                 side.wait_stream(main)
                 with torch.cuda.stream(side):
                     branch = SavesGiven.apply(y, torch.full_like(y, 5.0))
+                # Younger than the branch: in backward it comes before it.
+                total = LoadsLateInBackward.apply(total, runtime)
                 for _ in range(8):
                     total = total + SavesGiven.apply(x, torch.full_like(x, 3.0))
                 joined = total.sum()
@@ -154,7 +171,6 @@ def test_a_part_that_stayed_is_kept_while_it_is_put_back(device: torch.device, t
             del total, branch
             settle(runtime)
             torch.cuda.synchronize()
-            sleep(runtime, "_load_stream")
             with runtime.backward():
                 joined.backward()
             runtime.step_end()
