@@ -60,7 +60,7 @@ class Policy:
     """Dimensions that the config gives a codec by name, not by a preset."""
 
     @classmethod
-    def from_config(cls, config: CommConfig, path: str = "ssdtrain.comm") -> Policy:
+    def from_config(cls, config: CommConfig) -> Policy:
         """Fill in presets and split rules.
 
         Raises:
@@ -76,7 +76,7 @@ class Policy:
         if config.adapt is not None and feedback == OFF:
             allowed = '"feedback": "int8" beside it, or leaving adapt out'
             why = "needs error feedback, and it is off"
-            raise ConfigError.of(f"{path}.adapt", config.adapt, why, allowed)
+            raise ConfigError.of("ssdtrain.comm.adapt", config.adapt, why, allowed)
         return cls(
             rules=rules,
             exclude=tuple(name for name in config.exclude if name != "none"),

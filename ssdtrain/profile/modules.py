@@ -62,13 +62,7 @@ class ModuleNames:
         """The running modules of this thread, outermost first."""
         return self._local.stack
 
-    @property
-    def current(self) -> str:
-        """The qualified name of the innermost running module, or ""."""
-        stack = self.stack
-        return stack[-1].name if stack else ""
-
-    def watch(self, model: nn.Module, prefix: str = "", owner: object = None) -> None:
+    def watch(self, model: nn.Module, owner: object = None) -> None:
         """Track the modules of `model` until each owner that watches a model has called `close`. A model that is watched already
         gets no second hooks."""
         self._owners.add(owner)
@@ -76,7 +70,7 @@ class ModuleNames:
             return
         self._watched.add(model)
         self.watching = True
-        for name, module in model.named_modules(prefix=prefix):
+        for name, module in model.named_modules():
             if isinstance(module, torch.jit.ScriptModule):
                 continue  # takes no hooks
             running = Running(plain_name(name), type(module).__name__)

@@ -37,13 +37,6 @@ class Drive:
         status = os.statvfs(self.directory)
         return status.f_bavail * status.f_frsize
 
-    def written_bytes(self, sysfs: Path = Path("/sys")) -> int | None:
-        """Bytes that this host wrote to the disk since it started; None where there is no disk."""
-        path = sysfs / "block" / self.device / "stat"
-        if not self.device or not path.exists():
-            return None
-        return int(path.read_text().split()[6]) * SECTOR
-
     def smart(self) -> "SmartLog | None":
         """The SMART log of the drive, of several disks that of the most worn; None if there is no NVMe drive, or this user may
         not read it."""

@@ -13,9 +13,9 @@ from ssdtrain.storage.drive import drive_of
 SECONDS_PER_YEAR = 365 * 86400
 
 
-def rated_bytes(size: int, *, writes_per_day: float = 1.0, years: float = 5.0) -> float:
-    """Estimated total bytes written (TBW): capacity x drive writes per day x warranty years."""
-    return size * writes_per_day * 365 * years
+def rated_bytes(size: int, *, writes_per_day: float = 1.0) -> float:
+    """Estimated total bytes written (TBW): capacity x drive writes per day, over the 5 years of a usual warranty."""
+    return size * writes_per_day * 365 * 5
 
 
 def projected_life(rated: float, bytes_per_step: float, step_seconds: float) -> float:

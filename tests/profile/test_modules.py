@@ -32,7 +32,7 @@ def test_the_stack_has_the_modules_that_run_outermost_first() -> None:
     model(torch.zeros(1))
     assert [module.name for module in seen.stacks[0]] == ["", "0", "0.0"]
     assert seen.stacks[0][-1].kind == "Seen"
-    assert names.stack == () and names.current == ""
+    assert names.stack == ()
 
 
 def test_wrappers_are_left_out_of_names() -> None:

@@ -27,14 +27,14 @@ from ssdtrain.tools.cli import training_command
 from ssdtrain.tools.cli.model_source import ON_FAKE_TENSORS, checked, factory, from_config, is_config
 from ssdtrain.tools.cli.options import add_machine, command_parser, whole
 from ssdtrain.tools.cli.progress import progress
+from ssdtrain.tools.whatif import megatron_command
 from ssdtrain.tools.whatif.estimate import Estimate, Hardware, estimate
 
 
 def run(arguments: list[str]) -> int:
     """Returns the exit status: 0; 1 if nothing fits or the model does not exist; 2 for an invalid option."""
-    reader = training_command.reader(arguments)
-    if reader is not None:
-        return training_command.run(reader, arguments)
+    if megatron_command.takes(arguments):
+        return training_command.run(arguments)
     chosen = parser().parse_args(arguments)
     hardware = Hardware(
         chosen.gpu, chosen.ssd, chosen.gpus_per_node, chosen.reserve, chosen.state_bytes, chosen.efficiency

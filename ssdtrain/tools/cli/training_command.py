@@ -1,5 +1,5 @@
-"""`ssdtrain estimate` of the command line of a training script: the adapter of its framework reads the flags as a job, and what
-is printed is that job's plan, as of `ssdtrain plan`."""
+"""`ssdtrain estimate` of the command line of a training script: its flags are read as a job, and what is printed is that job's
+plan, as of `ssdtrain plan`."""
 
 import argparse
 import json
@@ -7,9 +7,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from importlib import import_module
 from operator import attrgetter
-from typing import Any
 
 from rich.console import Console
 
@@ -19,24 +17,15 @@ from ssdtrain.tools.cli.options import add_machine
 from ssdtrain.tools.cli.plan import alternatives, show
 from ssdtrain.tools.cli.progress import progress
 from ssdtrain.tools.whatif.cluster import best_plan, plan_job
-from ssdtrain.tools.whatif.cluster_job import ClusterJob
 from ssdtrain.tools.whatif.explain import figures
 from ssdtrain.tools.whatif.gain import gain_of
-
-READERS = ("ssdtrain.tools.whatif.megatron_command",)
-"""Modules of adapters, each with `takes(words)` and `read(words, environment, gpu, **machine)`."""
+from ssdtrain.tools.whatif.megatron_command import CommandLine, read
 
 OF_OTHER_MODELS = ("--seq", "--batch", "--blocks", "--state-bytes")
 """Options of the command for a function or a config."""
 
 
-def reader(arguments: Sequence[str]) -> Any:
-    """The module of `READERS` that takes these words for a command line; None: they are none."""
-    modules = map(import_module, READERS)
-    return next((module for module in modules if module.takes(arguments)), None)
-
-
-def run(reader: Any, arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0; 1 if no plan fits; 2 for an invalid option or flag."""
     made = argparse.ArgumentParser(
         prog="ssdtrain estimate",
@@ -54,15 +43,15 @@ def run(reader: Any, arguments: Sequence[str]) -> int:
     machine = {"node": chosen.gpus_per_node, "ssds": chosen.ssd}
     machine |= {"reserve": chosen.reserve, "efficiency": chosen.efficiency}
     try:
-        found = reader.read(words, os.environ, chosen.gpu, **machine)
+        found = read(words, os.environ, chosen.gpu, **machine)
     except (InvalidValue, ConfigError) as error:
         made.error(f"{'the command line ' if isinstance(error, InvalidValue) else ''}{error}")
     return predict(found, chosen.json)
 
 
-def predict(found: Any, as_json: bool) -> int:
+def predict(found: CommandLine, as_json: bool) -> int:
     """Print the plan at the microbatch of the command line, and the largest one that fits. Returns the exit status."""
-    job: ClusterJob = found.job
+    job = found.job
     largest = None
     try:
         with progress("planning") as note:
@@ -93,7 +82,7 @@ def predict(found: Any, as_json: bool) -> int:
     return 0
 
 
-def notes(found: Any) -> list[str]:
+def notes(found: CommandLine) -> list[str]:
     """What the figures rest on, as lines."""
     lines = {"assumed": found.assumed, "not counted": found.uncounted}
     return [f"{name}: {'; '.join(words)}" for name, words in lines.items() if words]

@@ -64,7 +64,7 @@ def line_chart(lines: Sequence[ChartLine], unit: Unit, what: str, *, from_zero: 
     ticks = _ticks(0.0 if from_zero else min(values) / scale, max(values) / scale)
     x = _Axis(steps[0], steps[-1] if steps[-1] > steps[0] else steps[0] + 1, LEFT, WIDTH - RIGHT)
     y = _Axis(ticks[0], ticks[-1], HEIGHT - BOTTOM, TOP)
-    parts = [_grid(ticks, y), _steps(steps, x), _titles(f"{what}, {word}" if word else what, "step")]
+    parts = [_grid(ticks, y), _steps(steps, x), _titles(f"{what}, {word}" if word else what)]
     for line in drawn:
         path = _path(line.points, x, y, scale)
         dash = " dashed" if line.dashed else ""
@@ -177,11 +177,11 @@ def _steps(steps: Sequence[int], x: _Axis) -> str:
     )
 
 
-def _titles(vertical: str, horizontal: str) -> str:
+def _titles(vertical: str) -> str:
     middle = (TOP + HEIGHT - BOTTOM) / 2
     return (
         f'<text class="axis" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">{escape(vertical)}</text>'
-        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">{horizontal}</text>'
+        f'<text class="axis" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 5}" text-anchor="middle">step</text>'
     )
 
 

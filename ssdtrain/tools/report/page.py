@@ -46,7 +46,9 @@ def page(run: JournaledRun, against: JournaledRun | None = None) -> str:
         _traffic(run),
         _loss(run, against),
         _decisions(run),
-        _table("Ranks", "Memory and bytes of each process; waits are totals.", rank_rows(run)),
+        _card(
+            "Ranks", "Memory and bytes of each process; waits are totals.", _rows(rank_rows(run)), wide=True
+        ),
         _folded("All values", metric_rows(run)),
     ]
     return (
@@ -96,10 +98,6 @@ def _card(title: str, lead: str, body: str, *, wide: bool = False) -> str:
     return (
         f'<section class="{kind}"><h2>{escape(title)}</h2><p class="lead">{escape(lead)}</p>{body}</section>'
     )
-
-
-def _table(title: str, lead: str, table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:
-    return _card(title, lead, _rows(table), wide=True)
 
 
 def _rows(table: tuple[Sequence[str], Sequence[Sequence[str]]]) -> str:

@@ -376,7 +376,6 @@ def model_state_bytes(
     layout: ParallelLayout,
     *,
     experts: float = 0.0,
-    weight: int = 2,
     gradient: int = 2,
     optimizer: int = 12,
 ) -> dict[str, int]:
@@ -385,12 +384,12 @@ def model_state_bytes(
     Args:
         parameters: that this rank would hold without ZeRO.
         experts: of them, parameters of experts.
-        weight, gradient, optimizer: bytes per parameter; by default mixed precision with Adam (a float32 copy and two moments).
+        gradient, optimizer: bytes per parameter; by default mixed precision with Adam (a float32 copy and two moments).
             `gradient=4` where they are accumulated in float32.
     """
     shard = layout.shard(parameters, experts)
     return {
-        "parameters": int(weight * (shard if layout.zero >= 3 else parameters)),
+        "parameters": int(2 * (shard if layout.zero >= 3 else parameters)),
         "gradients": int(gradient * (shard if layout.zero >= 2 else parameters)),
         "optimizer": int(optimizer * (shard if layout.zero >= 1 else parameters)),
     }
