@@ -19,7 +19,7 @@ from ssdtrain.offload.policy import Action, ForwardProfile, SavedTensorInfo
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.runtime import Runtime, Seams
 from tests.support.filesystems import eventually
-from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
+from tests.support.filesystems import mounts as mounts  # a fixture
 from tests.support.tiers import tiered
 
 MIN_BYTES = 1024

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,44 +14,14 @@ from ssdtrain.config import ConfigError
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import ALIGNMENT, StoreMetrics
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled
-from tests.support.filesystems import free_bytes
+from tests.support.filesystems import Mounts, free_bytes
 
 MiB = 1 << 20
-
-Mount = Callable[..., Path]
 
 
 @pytest.fixture(params=[VARIANTS[0], VARIANTS[1], VARIANTS[2]], ids=["c", "python", "staged"])
 def way(request: pytest.FixtureRequest) -> Variant:
     return request.param
-
-
-@pytest.fixture
-def loop_mount(tmp_path: Path) -> Iterator[Mount]:
-    """Mounts an ext4 of a given size (bytes) from a file; skips where this user may not mount or has no loop device."""
-    mounted: list[Path] = []
-
-    def mount(nbytes: int) -> Path:
-        image, point = tmp_path / f"image{len(mounted)}", tmp_path / f"loop{len(mounted)}"
-        point.mkdir()
-        with image.open("wb") as file:
-            file.truncate(nbytes)
-        for command in (
-            ["mkfs.ext4", "-q", "-m", "0", str(image)],
-            ["mount", "-o", "loop", str(image), str(point)],
-        ):
-            try:
-                done = subprocess.run(command, capture_output=True, text=True)
-            except FileNotFoundError as error:
-                pytest.skip(f"a loop mount needs {error.filename}")
-            if done.returncode:
-                pytest.skip(f"a loop mount cannot be made here: {done.stderr.strip()}")
-        mounted.append(point)
-        return point
-
-    yield mount
-    for point in mounted:
-        subprocess.run(["umount", "-l", str(point)], check=True)
 
 
 def gradient(
@@ -85,9 +55,9 @@ def figures(runtime: Runtime) -> tuple[int, int, StoreMetrics]:
 
 @pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
 def test_a_full_file_system_takes_what_fits_and_gives_it_back(
-    kind: str, way: Variant, small_filesystem: Mount, loop_mount: Mount, make_runtime: MakeRuntime
+    kind: str, way: Variant, mounts: Mounts, make_runtime: MakeRuntime
 ) -> None:
-    mount = (small_filesystem if kind == "tmpfs" else loop_mount)(8 * MiB)
+    mount = (mounts.small if kind == "tmpfs" else mounts.drive)(8 * MiB)
     empty = free_bytes(mount)
     runtime = make_runtime(way, directories=str(mount), capacity="1GiB")
     for _ in range(2):
@@ -99,10 +69,10 @@ def test_a_full_file_system_takes_what_fits_and_gives_it_back(
 
 
 def test_a_drive_that_somebody_else_fills_takes_no_more(
-    way: Variant, small_filesystem: Mount, make_runtime: MakeRuntime
+    way: Variant, mounts: Mounts, make_runtime: MakeRuntime
 ) -> None:
     """Also between forward and backward: what is stored is ours, whatever becomes of the rest of the drive."""
-    mount = small_filesystem(24 * MiB)
+    mount = mounts.small(24 * MiB)
     runtime = make_runtime(way, directories=str(mount), capacity="1GiB")
 
     def fill() -> None:
@@ -117,18 +87,18 @@ def test_a_drive_that_somebody_else_fills_takes_no_more(
     assert figures(runtime)[0] > 0
 
 
-def test_a_read_only_file_system_is_named_at_start(small_filesystem: Mount) -> None:
-    mount = small_filesystem(8 * MiB, ",ro")
+def test_a_read_only_file_system_is_named_at_start(mounts: Mounts) -> None:
+    mount = mounts.small(8 * MiB, ",ro")
     with pytest.raises(ConfigError, match=r"ssdtrain\.offload\.directories\[0\].*read-only") as caught:
         ssdtrain.offload(mount)
     assert str(mount) in str(caught.value)
 
 
 def test_a_file_system_that_turns_read_only_keeps_what_it_has(
-    way: Variant, loop_mount: Mount, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
+    way: Variant, mounts: Mounts, make_runtime: MakeRuntime, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As ext4 does after an error: writes fail from then on, reads go on."""
-    mount = loop_mount(64 * MiB)
+    mount = mounts.drive(64 * MiB)
     runtime = make_runtime(way, directories=str(mount))
 
     def fail() -> None:

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.support.filesystems import eventually, free_bytes
+from tests.support.filesystems import Mounts, eventually, free_bytes
 
 MiB = 1 << 20
 
@@ -72,10 +72,8 @@ def close(nursery: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.long
-def test_a_training_that_is_ended_leaves_nothing(
-    nursery: subprocess.Popen[str], small_filesystem: Callable[..., Path]
-) -> None:
-    mount = small_filesystem(64 * MiB)
+def test_a_training_that_is_ended_leaves_nothing(nursery: subprocess.Popen[str], mounts: Mounts) -> None:
+    mount = mounts.small(64 * MiB)
     for seed, end in enumerate(ENDS):
         end_at_random(nursery, mount, end, "c", moments=2, seed=seed)
     close(nursery)
@@ -86,9 +84,7 @@ def test_a_training_that_is_ended_leaves_nothing(
 @pytest.mark.parametrize("engine", ["c", "python"])
 @pytest.mark.parametrize("end", ENDS)
 def test_a_training_that_is_ended_at_a_hundred_moments_leaves_nothing(
-    end: str, engine: str, nursery: subprocess.Popen[str], small_filesystem: Callable[..., Path]
+    end: str, engine: str, nursery: subprocess.Popen[str], mounts: Mounts
 ) -> None:
-    end_at_random(
-        nursery, small_filesystem(64 * MiB), end, engine, moments=100 if engine == "c" else 25, seed=2
-    )
+    end_at_random(nursery, mounts.small(64 * MiB), end, engine, moments=100 if engine == "c" else 25, seed=2)
     close(nursery)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,6 +21,7 @@ from ssdtrain.storage import Faults
 from tests.offload.conftest import VARIANTS, MakeRuntime, holds_nothing, settled
 from tests.offload.test_races import chain, expected, pool_of, until
 from tests.support.lagging import LaggingDevice
+from tests.support.threads import others_may_take
 
 STAGED = VARIANTS[2]
 
@@ -187,15 +187,8 @@ def test_other_threads_go_on_while_memory_for_a_load_is_allocated(
     free: list[bool] = []
     load_target = engine.device.load_target
 
-    def take() -> None:
-        free.append(engine._lock.acquire(blocking=False))
-        if free[-1]:
-            engine._lock.release()
-
     def allocate(nbytes: int) -> torch.Tensor:
-        other = threading.Thread(target=take)
-        other.start()
-        other.join()
+        free.append(others_may_take(engine._lock))
         return load_target(nbytes)
 
     monkeypatch.setattr(engine.device, "load_target", allocate)

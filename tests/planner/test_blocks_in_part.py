@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
 
 import ssdtrain
 from benchmarks.adaptive_amount import AutoRun
@@ -32,6 +32,7 @@ from ssdtrain.planner.plans import Limits, Objective, SearchProblem, actions_for
 from ssdtrain.planner.search import search
 from ssdtrain.profile.modules import Running
 from ssdtrain.state.plan import StateChunk
+from tests.planner.test_plan_auto import equal, train
 from tests.support.tiers import tiered
 
 
@@ -276,31 +277,17 @@ def gpt_model() -> GPT:
     return GPT(GPTConfig(layers=3, hidden=128, heads=2, sequence=128, dropout=0.1))
 
 
-def train(model: nn.Module, steps: int) -> list[torch.Tensor]:
-    """Losses, and the weights after all steps."""
-    torch.manual_seed(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(steps):
-        optimizer.zero_grad()
-        tokens = torch.randint(256, (4, 128))
-        loss = model(tokens, tokens)
-        loss.backward()
-        losses.append(loss.detach())
-        optimizer.step()
-    return [*losses, *(p.detach().clone() for p in model.parameters())]
-
-
 @pytest.mark.parametrize("shares", ["80", "08", "0088", "8000"])
 def test_what_leaves_is_what_the_plan_says_and_no_bit_changes(shares: str) -> None:
     model, other = gpt_model(), gpt_model()
+    trained = functools.partial(train, microbatches=1, sequence=128)
     config = {
         "plan": {"max_slowdown": 0.5},
         "offload": {"host": "256MiB", "min_bytes": "4KiB"},
         "report": {"interval": 0},
     }
     with ssdtrain.attach(model, config) as runtime:
-        train(model, WARM_UP + RECORDED + 2)
+        trained(model, WARM_UP + RECORDED + 2)
         [auto] = [feature for feature in runtime.features if isinstance(feature, PlanController)]
         problem, engine = auto.problem, runtime.engine
         assert problem is not None and engine is not None
@@ -313,14 +300,14 @@ def test_what_leaves_is_what_the_plan_says_and_no_bit_changes(shares: str) -> No
             for block in problem.blocks
         ]
         auto.subject.follow(None, problem, play(problem, actions))
-        train(model, 1)
+        trained(model, 1)
         runtime.reset_peak()
         before = engine.snapshot()
         model.load_state_dict(other.state_dict())
-        found = train(model, 1)
+        found = trained(model, 1)
         after = engine.snapshot()
         machine = replace(problem.machine, buffers=engine.limits().buffers)
-    assert all(torch.equal(one, two) for one, two in zip(found, train(other, 1), strict=True))
+    assert equal(found, trained(other, 1))
     predicted = play(replace(problem, machine=machine, steps=2), actions)
     assert after.activation_peak_bytes == pytest.approx(predicted.peak, rel=0.04)
     least = sum(part.saved for block in problem.blocks for part in block.parts)

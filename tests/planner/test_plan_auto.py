@@ -35,7 +35,9 @@ def gpt() -> GPT:
     return GPT(GPTConfig(layers=LAYERS, hidden=64, heads=2, sequence=64, dropout=0.1))
 
 
-def train(model: nn.Module, steps: int = STEPS, microbatches: int = 2) -> list[torch.Tensor]:
+def train(
+    model: nn.Module, steps: int = STEPS, microbatches: int = 2, sequence: int = 64
+) -> list[torch.Tensor]:
     """Losses of all steps, and the weights after them."""
     torch.manual_seed(1)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -43,7 +45,7 @@ def train(model: nn.Module, steps: int = STEPS, microbatches: int = 2) -> list[t
     for _ in range(steps):
         optimizer.zero_grad()
         for _ in range(microbatches):
-            tokens = torch.randint(256, (4, 64))
+            tokens = torch.randint(256, (4, sequence))
             loss = model(tokens, tokens)
             loss.backward()
             losses.append(loss.detach())

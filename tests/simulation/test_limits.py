@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -30,6 +29,7 @@ from tests.support.simulated.training import (
     one_forward_one_backward,
     train,
 )
+from tests.support.threads import others_may_take
 
 MiB = 1 << 20
 
@@ -204,14 +204,7 @@ def test_other_threads_go_on_while_an_arena_is_pinned(
     free: list[bool] = []
 
     def register(address: int, nbytes: int) -> Callable[[], None]:
-        def take() -> None:
-            free.append(engine._lock.acquire(blocking=False))
-            if free[-1]:
-                engine._lock.release()
-
-        other = threading.Thread(target=take)
-        other.start()
-        other.join()
+        free.append(others_may_take(engine._lock))
         return lambda: None
 
     try:
@@ -236,15 +229,8 @@ def test_other_threads_go_on_while_the_arena_is_unpinned_at_the_end(monkeypatch:
     """To unpin memory waits for the device."""
     made, free = Machine(400e6, [(1e9, 1e9)]), []
 
-    def take() -> None:
-        free.append(engine._lock.acquire(blocking=False))
-        if free[-1]:
-            engine._lock.release()
-
     def unregister() -> None:
-        other = threading.Thread(target=take)
-        other.start()
-        other.join()
+        free.append(others_may_take(engine._lock))
 
     monkeypatch.setattr(made.device, "host_register", lambda: lambda address, nbytes: unregister)
     engine = made.engine(EngineOptions(min_bytes=1024, buffer=4 * MiB, staged=True))

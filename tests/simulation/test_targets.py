@@ -20,15 +20,21 @@ def made(*, waits: bool = True) -> tuple[SimulatedDevice, LoadTargets]:
     return device, LoadTargets(device, ActivationMeter(), waits=waits)
 
 
-def test_the_next_copy_waits_for_who_used_the_memory_before() -> None:
-    device, targets = made()
-    first = targets.reserve(1024)
-    tensor = targets.take(first)
-    first.streams.append(device.current_stream())
+def used(device: SimulatedDevice, targets: LoadTargets) -> int:
+    """The address of memory that a kernel of the current stream reads and nobody holds."""
+    target = targets.reserve(1024)
+    tensor = targets.take(target)
+    target.streams.append(device.current_stream())
     device.compute.work(1.0)
     del tensor
+    return target.memory.address
+
+
+def test_the_next_copy_waits_for_who_used_the_memory_before() -> None:
+    device, targets = made()
+    address = used(device, targets)
     second = targets.reserve(1024)
-    assert second.memory.address == first.memory.address and len(second.memory.awaited) == 1
+    assert second.memory.address == address and len(second.memory.awaited) == 1
     assert not second.memory.awaited[0].query()
     device.synchronize()
     assert second.memory.awaited[0].query()
@@ -76,15 +82,11 @@ def test_the_next_copy_waits_for_every_stream_that_was_handed_the_memory() -> No
 
 def test_a_target_that_is_given_up_leaves_its_waits_to_the_next() -> None:
     device, targets = made()
-    first = targets.reserve(1024)
-    tensor = targets.take(first)
-    first.streams.append(device.current_stream())
-    device.compute.work(1.0)
-    del tensor
+    address = used(device, targets)
     second = targets.reserve(1024)
     second.tensor = None  # never copied into
     third = targets.reserve(1024)
-    assert third.memory.address == first.memory.address
+    assert third.memory.address == address
     assert third.memory.awaited and not any(event.query() for event in third.memory.awaited)
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from ssdtrain.storage import Arena, Lease, SpillStore
 from tests.support.filesystems import eventually
-from tests.support.filesystems import small_filesystem as small_filesystem  # a fixture
+from tests.support.filesystems import mounts as mounts  # a fixture
 from tests.support.tiers import tiered
 
 

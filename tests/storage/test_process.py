@@ -14,7 +14,7 @@ import pytest
 import ssdtrain
 from ssdtrain.storage import Arena, Faults, SpillStore, StoreClosed, forks
 from tests.storage.conftest import blank, contents, filled, payload
-from tests.support.filesystems import eventually, free_bytes
+from tests.support.filesystems import Mounts, eventually, free_bytes
 from tests.support.tiers import tiered
 
 MiB = 1 << 20
@@ -44,9 +44,9 @@ WORKING = f"""
 @pytest.mark.parametrize("moment", tiered([0.0, 0.01, 0.03, 0.07], quick=[0.03]))
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=lambda s: s.name)
 def test_a_killed_process_leaves_no_space_and_no_name(
-    small_filesystem: Callable[..., Path], spawn: Spawn, engine: str, end: signal.Signals, moment: float
+    mounts: Mounts, spawn: Spawn, engine: str, end: signal.Signals, moment: float
 ) -> None:
-    mount = small_filesystem(64 * MiB)
+    mount = mounts.small(64 * MiB)
     empty = free_bytes(mount)
     process = spawn(WORKING + "    print('working', flush=True)\n    work()\n", mount, engine)
     assert process.stdout.readline() == "working\n"
@@ -59,10 +59,8 @@ def test_a_killed_process_leaves_no_space_and_no_name(
 
 
 @pytest.mark.long
-def test_a_hundred_kills_at_any_moment_leave_nothing(
-    small_filesystem: Callable[..., Path], spawn: Spawn, engine: str
-) -> None:
-    mount = small_filesystem(64 * MiB)
+def test_a_hundred_kills_at_any_moment_leave_nothing(mounts: Mounts, spawn: Spawn, engine: str) -> None:
+    mount = mounts.small(64 * MiB)
     empty = free_bytes(mount)
     draw = random.Random(2)
     for _ in range(100):
@@ -211,10 +209,8 @@ def test_forks_during_reads_corrupt_nothing(make_store: Callable[..., SpillStore
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_living_child_does_not_hold_the_space(
-    small_filesystem: Callable[..., Path], engine: str, arena: Arena
-) -> None:
-    mount = small_filesystem(16 * MiB)
+def test_a_living_child_does_not_hold_the_space(mounts: Mounts, engine: str, arena: Arena) -> None:
+    mount = mounts.small(16 * MiB)
     empty = free_bytes(mount)
     with SpillStore([mount], engine=engine, capacity=8 * MiB) as store:
         store.reserve(4 * MiB)

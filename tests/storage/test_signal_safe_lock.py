@@ -10,9 +10,11 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -51,27 +53,20 @@ def lock() -> SignalSafeLock:
     return make_signal_safe_lock()
 
 
-def test_a_signal_inside_is_heard_right_after(lock: SignalSafeLock) -> None:
+@pytest.mark.parametrize("inner", [nullcontext, make_signal_safe_lock], ids=["one section", "inner section"])
+def test_a_signal_inside_is_heard_right_after_the_outermost_section(
+    inner: Callable[[], AbstractContextManager[Any]], lock: SignalSafeLock
+) -> None:
     done = []
     with pytest.raises(Heard):
         with lock:
-            signal.raise_signal(signal.SIGUSR1)
+            with inner():
+                signal.raise_signal(signal.SIGUSR1)
             done.append("inside")
         done.append("after")
     assert done == ["inside"]
     with lock:
         pass
-
-
-def test_a_signal_in_an_inner_section_waits_for_the_outermost(lock: SignalSafeLock) -> None:
-    done = []
-    with pytest.raises(Heard):
-        with lock:
-            with make_signal_safe_lock():
-                signal.raise_signal(signal.SIGUSR1)
-            done.append("between")
-        done.append("after")
-    assert done == ["between"]
 
 
 def test_every_signal_that_came_inside_is_heard(lock: SignalSafeLock, heard: list[int]) -> None:

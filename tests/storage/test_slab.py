@@ -5,7 +5,6 @@ import fcntl
 import logging
 import os
 import stat
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from ssdtrain.storage import Arena, SpillStore
 from ssdtrain.storage import slab as slab_module
 from ssdtrain.storage.slab import Slab
 from tests.storage.conftest import contents, filled, payload
+from tests.support.filesystems import Mounts
 
 MiB = 1 << 20
 
@@ -60,8 +60,8 @@ def test_a_file_instead_of_a_directory_is_named(tmp_path: Path) -> None:
     assert raised.value.filename == str(tmp_path / "file")
 
 
-def test_a_read_only_file_system_is_named(small_filesystem: Callable[..., Path]) -> None:
-    mount = small_filesystem(MiB, ",ro")
+def test_a_read_only_file_system_is_named(mounts: Mounts) -> None:
+    mount = mounts.small(MiB, ",ro")
     with pytest.raises(OSError, match="is writable for") as raised:
         SpillStore([mount])
     assert raised.value.filename == str(mount) and raised.value.errno == errno.EROFS
@@ -144,8 +144,8 @@ def test_the_file_grows_in_steps_up_to_its_capacity_and_reuses(
     slab.close()
 
 
-def test_a_full_drive_gives_its_partial_allocation_back(small_filesystem: Callable[..., Path]) -> None:
-    mount = small_filesystem(2 * MiB)
+def test_a_full_drive_gives_its_partial_allocation_back(mounts: Mounts) -> None:
+    mount = mounts.small(2 * MiB)
     slab = Slab(mount, 0, 1 << 30)
     assert slab.allocate(16 * MiB) is None
     assert os.fstat(slab.fd).st_size == 0

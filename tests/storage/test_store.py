@@ -17,7 +17,7 @@ from ssdtrain.storage.pieces import COPY_OUT, READ
 from ssdtrain.storage.python_engine import PythonPool
 from ssdtrain.storage.store import FREE_BATCH
 from tests.storage.conftest import contents, filled, only_c, payload
-from tests.support.filesystems import eventually, free_bytes
+from tests.support.filesystems import Mounts, eventually, free_bytes
 
 MiB = 1 << 20
 Make = Callable[..., SpillStore]
@@ -64,9 +64,9 @@ def test_without_a_capacity_ranks_share_most_of_the_free_space(tmp_path: Path, e
 
 
 def test_a_full_file_system_is_full_and_gets_everything_back(
-    make_store: Make, small_filesystem: Callable[..., Path], engine: str, arena: Arena
+    make_store: Make, mounts: Mounts, engine: str, arena: Arena
 ) -> None:
-    mount = small_filesystem(8 * MiB)
+    mount = mounts.small(8 * MiB)
     empty = free_bytes(mount)
     with SpillStore([mount], engine=engine, capacity=1 << 40) as store:
         slots = []
@@ -86,9 +86,9 @@ def test_a_full_file_system_is_full_and_gets_everything_back(
 
 
 def test_when_one_of_two_drives_is_full_the_other_takes_all(
-    small_filesystem: Callable[..., Path], tmp_path: Path, engine: str, arena: Arena
+    mounts: Mounts, tmp_path: Path, engine: str, arena: Arena
 ) -> None:
-    mount = small_filesystem(4 * MiB)
+    mount = mounts.small(4 * MiB)
     with SpillStore([mount, tmp_path], engine=engine, capacity=64 * MiB, stripe=MiB) as store:
         sources = [filled(arena, 5 * MiB, seed=n) for n in range(5)]
         slots = [store.reserve(5 * MiB) for _ in sources]
@@ -102,9 +102,9 @@ def test_when_one_of_two_drives_is_full_the_other_takes_all(
 
 
 def test_space_that_only_shows_full_when_written_fails_that_write(
-    small_filesystem: Callable[..., Path], engine: str, arena: Arena, monkeypatch: pytest.MonkeyPatch
+    mounts: Mounts, engine: str, arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mount = small_filesystem(4 * MiB)
+    mount = mounts.small(4 * MiB)
     monkeypatch.setattr("ssdtrain.storage.slab.preallocate", lambda fd, offset, nbytes: 95)  # EOPNOTSUPP
     with SpillStore([mount], engine=engine, capacity=64 * MiB) as store:
         slot = store.reserve(16 * MiB)

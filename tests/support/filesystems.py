@@ -11,26 +11,48 @@ from pathlib import Path
 import pytest
 
 
-@pytest.fixture
-def small_filesystem(tmp_path: Path) -> Iterator[Callable[..., Path]]:
-    """Mounts a tmpfs of a given size (bytes); skips where this user may not mount."""
-    mounted: list[Path] = []
+class Mounts:
+    """Mounts file systems; skips where this user may not, or a command is missing."""
 
-    def mount(nbytes: int, options: str = "") -> Path:
-        point = tmp_path / f"mount{len(mounted)}"
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.points: list[Path] = []
+
+    def small(self, nbytes: int, options: str = "") -> Path:
+        """A tmpfs of a given size (bytes)."""
+        return self._mount("-t", "tmpfs", "-o", f"size={nbytes}{options}", "tmpfs")
+
+    def drive(self, nbytes: int) -> Path:
+        """An ext4 of a given size (bytes) in a file, on a loop device."""
+        image = self.directory / f"image{len(self.points)}"
+        with image.open("wb") as file:
+            file.truncate(nbytes)
+        _run("mkfs.ext4", "-q", "-m", "0", str(image))
+        return self._mount("-o", "loop", str(image))
+
+    def _mount(self, *what: str) -> Path:
+        point = self.directory / f"mount{len(self.points)}"
         point.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={nbytes}{options}", "tmpfs", str(point)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True)
-        except FileNotFoundError:
-            pytest.skip("a file system of a chosen size needs the mount command")
-        if done.returncode:
-            pytest.skip(f"a file system of a chosen size needs the right to mount: {done.stderr.strip()}")
-        mounted.append(point)
+        _run("mount", *what, str(point))
+        self.points.append(point)
         return point
 
-    yield mount
-    for point in mounted:
+
+def _run(*command: str) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True)
+    except FileNotFoundError:
+        pytest.skip(f"a file system of a chosen size needs {command[0]}")
+    if done.returncode:
+        pytest.skip(f"a file system of a chosen size cannot be made here: {done.stderr.strip()}")
+
+
+@pytest.fixture
+def mounts(tmp_path: Path) -> Iterator[Mounts]:
+    """File systems of a chosen size, which go after the test."""
+    made = Mounts(tmp_path)
+    yield made
+    for point in made.points:
         subprocess.run(["umount", "-l", str(point)], check=True)
 
 
