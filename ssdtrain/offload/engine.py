@@ -13,7 +13,7 @@ import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,6 +25,7 @@ from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.pacing import closing
 from ssdtrain.offload.pacing.closing import wait_for_load
+from ssdtrain.offload.pacing.limits import EngineLimits
 from ssdtrain.offload.pacing.prefetch import Prefetcher
 from ssdtrain.offload.pacing.starter import StoreStarter, operator_number
 from ssdtrain.offload.policy import (
@@ -55,32 +56,13 @@ from ssdtrain.profile.passes import PassRecorder
 from ssdtrain.profile.time_spans import Spans
 from ssdtrain.storage import SpillStore, forks, make_signal_safe_lock
 
-__all__ = ["EngineLimits", "OffloadEngine"]
+__all__ = ["OffloadEngine"]
 
 _bytes_of = attrgetter("nbytes")
 _graph_task = torch._C._current_graph_task_id
 REAP_EVERY = 4
 """Saved tensors of a device between two looks at what has ended: they leave it at fixed points of the tape anyway."""
 PATIENCE = 60.0  # seconds of waiting for one load between warnings
-
-
-class EngineLimits(NamedTuple):
-    """What transfers may take, in bytes, as the cost model of a plan reads it."""
-
-    in_flight: int
-    """Stores under way."""
-    prefetch: int
-    """Loads ahead of their use."""
-    window: int
-    """Stores whose tensors are still on the device, and copies ahead of their use."""
-    buffers: int
-    """The arena, where it is of the memory of activations."""
-    together: int
-    """Writes that are queued before an idle pool is woken."""
-    in_order: bool
-    """Tensors leave when later stores need their room."""
-    carried: float
-    """Bytes that are moved of each byte that leaves, see `OffloadMetrics`."""
 
 
 class OffloadEngine:

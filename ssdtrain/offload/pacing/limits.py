@@ -28,7 +28,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ssdtrain.config.units import MiB
 from ssdtrain.offload.options import EngineOptions
@@ -54,6 +54,25 @@ UNBOUNDED = 1 << 60
 
 IN_PLACE = 256 * MiB
 """Default of `offload.in_flight` where tensors are written from their own memory."""
+
+
+class EngineLimits(NamedTuple):
+    """What transfers may take, in bytes, as the cost model of a plan reads it."""
+
+    in_flight: int
+    """Stores under way."""
+    prefetch: int
+    """Loads ahead of their use."""
+    window: int
+    """Stores whose tensors are still on the device, and copies ahead of their use."""
+    buffers: int
+    """The arena, where it is of the memory of activations."""
+    together: int
+    """Writes that are queued before an idle pool is woken."""
+    in_order: bool
+    """Tensors leave when later stores need their room."""
+    carried: float
+    """Bytes that are moved of each byte that leaves, see `OffloadMetrics`."""
 
 
 class TransferLimits:
