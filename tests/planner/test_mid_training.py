@@ -17,18 +17,7 @@ from ssdtrain.planner.plans import Limits, NoPlan, SearchProblem, actions_for
 from ssdtrain.planner.regions import Regions
 from ssdtrain.planner.search import search
 from ssdtrain.steps import UNENDED_FORWARDS
-from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, blocks_of, equal, gpt, train
-
-
-def train_sizes(model: torch.nn.Module, batches: list[int]) -> list[torch.Tensor]:
-    torch.manual_seed(1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
-    for batch in batches:
-        tokens = torch.randint(256, (batch, 32))
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [p.detach().clone() for p in model.parameters()]
+from tests.planner.test_plan_auto import QUIET, STEPS, auto_of, blocks_of, equal, gpt, train, train_sizes
 
 
 def test_forwards_that_outgrow_the_limit_end_no_run(caplog: pytest.LogCaptureFixture) -> None:

@@ -53,6 +53,18 @@ def train(
     return [*losses, *(p.detach().clone() for p in model.parameters())]
 
 
+def train_sizes(model: nn.Module, batches: list[int]) -> list[torch.Tensor]:
+    """The weights after a step of each of these batches."""
+    torch.manual_seed(1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for batch in batches:
+        tokens = torch.randint(256, (batch, 32))
+        model(tokens, tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
 def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
@@ -234,19 +246,10 @@ def test_copies_of_a_planned_model_are_plain() -> None:
 def test_a_longer_sequence_is_planned_for_again() -> None:
     model, plain = gpt(), gpt()
 
-    def steps(of: nn.Module, batch: int) -> list[torch.Tensor]:
-        optimizer = torch.optim.SGD(of.parameters(), lr=1e-2)
-        torch.manual_seed(batch)
-        for _ in range(STEPS + 8):
-            tokens = torch.randint(256, (batch, 32))
-            of(tokens, tokens).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return [p.detach().clone() for p in of.parameters()]
-
     with ssdtrain.attach(model, {"plan": {"device_limit": "2MiB"}, **QUIET}) as runtime:
         for batch in (2, 6):
-            assert equal(steps(plain, batch), steps(model, batch))
+            batches = [batch] * (STEPS + 8)
+            assert equal(train_sizes(plain, batches), train_sizes(model, batches))
         auto = auto_of(runtime)
         assert auto.metric.plans >= 2
         assert auto.plan.peak <= 2 << 20

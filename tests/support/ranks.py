@@ -47,11 +47,11 @@ def _run(
     rank: int,
     count: int,
     port: int,
+    sink: Any,
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
     nodes: list[str] | None,
-    sink: Any,
-    meet: bool = True,
+    meet: bool,
     backend: str = "gloo",
 ) -> None:
     try:
@@ -137,6 +137,18 @@ class StandingRanks:
         self._processes, self._calls = [], []
 
 
+def _started(count: int, *of_each: Any) -> tuple[Any, list[Any]]:
+    """Processes that run `_run` with `of_each`, and the queue of what they return."""
+    port, sink = free_port(), _context.Queue()
+    processes = [
+        _context.Process(target=_run, args=(rank, count, port, sink, *of_each), daemon=True)
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    return sink, processes
+
+
 def on_ranks(
     count: int,
     function: Callable[..., Any],
@@ -155,18 +167,7 @@ def on_ranks(
     Raises:
         AssertionError: a rank raised, or took longer than `timeout` seconds.
     """
-    port = free_port()
-    sink = _context.Queue()
-    processes = [
-        _context.Process(
-            target=_run,
-            args=(rank, count, port, function, arguments, nodes, sink, True, backend),
-            daemon=True,
-        )
-        for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
+    sink, processes = _started(count, function, arguments, nodes, True, backend)
     try:
         results: dict[int, Any] = {}
         for _ in processes:
@@ -186,14 +187,7 @@ def survivors(
     count: int, function: Callable[..., Any], timeout: float = PATIENCE.total_seconds()
 ) -> list[Any]:
     """What `function(rank)` returned on the ranks that lived to return."""
-    port = free_port()
-    sink = _context.Queue()
-    processes = [
-        _context.Process(target=_run, args=(rank, count, port, function, (), None, sink, False), daemon=True)
-        for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
+    sink, processes = _started(count, function, (), None, False)
     found = []
     try:
         for process in processes:
