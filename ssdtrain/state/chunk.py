@@ -147,7 +147,6 @@ class Chunk:
     """The parameters of a block that leave memory.
 
     Args:
-        index: in the order of execution.
         name: of the block.
         module: the block.
         parameters: by qualified name.
@@ -170,9 +169,8 @@ class Chunk:
     """
 
     def __init__(
-        self, index: int, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], state_bytes: int
+        self, name: str, module: nn.Module, parameters: dict[str, nn.Parameter], state_bytes: int
     ) -> None:
-        self.index = index
         self.name = name
         self.module = module
         self.names = {parameter: full for full, parameter in parameters.items()}

@@ -96,7 +96,7 @@ def find_chunks(
             else:
                 staying[reason] += 1
         if movable:
-            chunk = Chunk(len(chunks), name, block, movable, sum(needed[each] for each in movable.values()))
+            chunk = Chunk(name, block, movable, sum(needed[each] for each in movable.values()))
             chunks.append(chunk)
             prefixes[chunk] = f"{name}."
     if not chunks:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ssdtrain.codecs import Codec, FixedSizeCodec, Key, make_codec
+from ssdtrain.codecs import Codec, Key, make_codec
 
 SPECS = ("bf16", "int8", "int8:round=stochastic", "int4", "int4:hadamard", "int2:block=32,asymmetric", "fp8")
 
@@ -31,7 +31,6 @@ class CodecSubject:
         self.name = spec if x.dtype == torch.float32 else f"{spec} of {str(x.dtype).removeprefix('torch.')}"
         self.payload_bytes = codec.encode(x, buf, key)
         self.value_bytes = x.nbytes
-        self.fixed = isinstance(codec, FixedSizeCodec)
         self.directions: dict[str, Callable[[], object]] = {
             "encode": lambda: codec.encode(x, buf, key),
             "decode": lambda: codec.decode(buf, out),

@@ -162,8 +162,7 @@ def parser() -> argparse.ArgumentParser:
 
 def software() -> Iterator[Finding]:
     yield Finding("ssdtrain", __version__, GOOD)
-    old = "3.10 or newer is needed" if sys.version_info < (3, 10) else ""
-    yield Finding.judged("python", platform.python_version(), old, BROKEN)
+    yield Finding("python", platform.python_version(), GOOD)
     for package, tested in TESTED.items():
         yield version_finding(package, installed(package), tested)
     numpy = installed("numpy")
