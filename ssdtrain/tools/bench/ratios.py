@@ -19,15 +19,15 @@ def paired_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
-def interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """A confidence interval of the median that assumes no distribution: the order statistics of the binomial with p = 1/2.
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """The 95% confidence interval of the median that assumes no distribution: the order statistics of the binomial with p = 1/2.
 
     With fewer than 6 values there is no 95% interval; the extremes are returned.
     """
     ordered = sorted(values)
     count = len(ordered)
     outside, low, term = 0.0, 0, 0.5**count
-    while 2 * (outside + term) <= 1 - confidence:
+    while 2 * (outside + term) <= 0.05:
         outside += term
         term *= (count - low) / (low + 1)
         low += 1

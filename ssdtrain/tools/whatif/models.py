@@ -24,6 +24,8 @@ FAMILIES = ("gpt", "bert", "t5", "llama", "mixtral")
 BlockKind = Literal["block", "decoder"]
 """What repeats; "decoder": T5's decoder block, which has cross-attention."""
 
+ELEMENT = 2
+"""Bytes of an element of a weight or an activation: training is in 16 bits."""
 STATISTIC, PROBABILITY = 4, 4
 """Bytes of a float32: norms' statistics and softmax's sums are kept in it."""
 
@@ -282,7 +284,7 @@ class Transformer:
         microbatch: int,
         layout: ParallelLayout | None = None,
         kind: BlockKind = "block",
-        itemsize: int = 2,
+        itemsize: int = ELEMENT,
     ) -> list[Item]:
         """What one block saves for backward, for one microbatch on one rank, without weights.
 
@@ -298,35 +300,27 @@ class Transformer:
         microbatch: int,
         layout: ParallelLayout | None = None,
         kind: BlockKind = "block",
-        itemsize: int = 2,
+        itemsize: int = ELEMENT,
     ) -> int:
         """The sum of `saved_items`."""
         return sum(item.nbytes for item in self.saved_items(microbatch, layout, kind, itemsize))
 
-    def block_input_bytes(
-        self, microbatch: int, layout: ParallelLayout | None = None, itemsize: int = 2
-    ) -> int:
+    def block_input_bytes(self, microbatch: int, layout: ParallelLayout) -> int:
         """What a recomputed block saves: its input."""
-        split = layout.tp if layout is not None and layout.sequence_parallel else 1
-        return microbatch * self.sequence * self.hidden * itemsize // split
+        split = layout.tp if layout.sequence_parallel else 1
+        return microbatch * self.sequence * self.hidden * ELEMENT // split
 
-    def head_saved_bytes(
-        self, microbatch: int, layout: ParallelLayout | None = None, itemsize: int = 2
-    ) -> int:
+    def head_saved_bytes(self, microbatch: int, layout: ParallelLayout) -> int:
         """Bytes of the final norm, the output layer and the loss: two tensors of the hidden width, and log-probabilities in
         float32."""
-        layout = layout or ParallelLayout()
         split = layout.tp if layout.sequence_parallel else 1
         tokens = microbatch * self.sequence
-        return tokens * (2 * self.hidden * itemsize // split + PROBABILITY * self.vocabulary // layout.tp)
+        return tokens * (2 * self.hidden * ELEMENT // split + PROBABILITY * self.vocabulary // layout.tp)
 
-    def head_transient_bytes(
-        self, microbatch: int, layout: ParallelLayout | None = None, itemsize: int = 2
-    ) -> int:
+    def head_transient_bytes(self, microbatch: int, layout: ParallelLayout) -> int:
         """Alive for a moment when backward begins, beside what is saved: the gradient of the logits, in float32 and as they
         are."""
-        tp = layout.tp if layout is not None else 1
-        return microbatch * self.sequence * self.vocabulary * (PROBABILITY + itemsize) // tp
+        return microbatch * self.sequence * self.vocabulary * (PROBABILITY + ELEMENT) // layout.tp
 
     def _per_token(
         self, layout: ParallelLayout, kind: BlockKind, itemsize: int
@@ -389,7 +383,7 @@ def model_state_bytes(
     """
     shard = layout.shard(parameters, experts)
     return {
-        "parameters": int(2 * (shard if layout.zero >= 3 else parameters)),
+        "parameters": int(ELEMENT * (shard if layout.zero >= 3 else parameters)),
         "gradients": int(gradient * (shard if layout.zero >= 2 else parameters)),
         "optimizer": int(optimizer * (shard if layout.zero >= 1 else parameters)),
     }
