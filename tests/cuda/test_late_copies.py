@@ -14,9 +14,10 @@ import torch
 
 from ssdtrain.config import load_config
 from ssdtrain.device import CudaDevice
-from ssdtrain.offload.policy import Action, ForwardProfile, OffloadPolicy, SavedTensorInfo
+from ssdtrain.offload.policy import Action, OffloadPolicy
 from ssdtrain.runtime import Runtime
 from tests.gpu.test_streams import LATER, SavesGiven, overwrite
+from tests.support.policies import Decides
 
 COUNT = 16 << 20
 """Elements of a tensor with several pages of expandable segments (20 MiB)."""
@@ -101,18 +102,6 @@ def test_a_buffer_beside_the_arena_is_kept_while_it_is_copied(
         assert x.grad is not None and bool((x.grad == 3**6).all())
 
 
-class Half:
-    """A policy: the first half of each tensor leaves."""
-
-    needs_modules = False
-
-    def decide(self, saved: SavedTensorInfo) -> Action:
-        return Action(True, part=0.5)
-
-    def observe(self, forward: ForwardProfile) -> None:
-        return None
-
-
 class LoadsLateInBackward(torch.autograd.Function):
     """Once its backward has run, loads come late."""
 
@@ -152,7 +141,8 @@ def test_a_part_that_stayed_is_kept_while_it_is_put_back(device: torch.device, t
     x, first = (torch.ones(count, device=device, requires_grad=True) for _ in range(2))
     with torch.cuda.stream(side):
         y = torch.ones(count, device=device, requires_grad=True)  # its gradient is summed up there
-    with made_runtime(device, tmp_path, Half(), prefetch=0) as runtime:
+    half = Decides(lambda _: Action(True, part=0.5))  # the first half of each tensor leaves
+    with made_runtime(device, tmp_path, half, prefetch=0) as runtime:
         for _ in range(2):
             x.grad = y.grad = first.grad = None
             torch.cuda.synchronize()

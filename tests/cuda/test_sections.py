@@ -17,6 +17,7 @@ from torch import nn
 
 import ssdtrain
 from benchmarks.compact_training import Llama, LlamaConfig
+from tests.support.tensors import all_equal
 
 QUIET = {"report": {"interval": 0}}
 
@@ -64,17 +65,13 @@ def compacted(
     return found
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.usefixtures("late")
 @pytest.mark.parametrize("name", COMPACT)
 def test_compact_has_the_bits_of_the_cpu_with_and_without_offload(name: str, tmp_path: Path) -> None:
     expected = compacted("cpu", COMPACT[name])
     offload = {"directories": str(tmp_path), "amount": "all", "min_bytes": 1}
-    assert equal(expected, compacted("cuda", COMPACT[name]))
-    assert equal(expected, compacted("cuda", COMPACT[name], offload))
+    assert all_equal(expected, compacted("cuda", COMPACT[name]))
+    assert all_equal(expected, compacted("cuda", COMPACT[name], offload))
 
 
 def _reentrant(function: Callable[..., Any], *args: Any) -> Any:
@@ -140,5 +137,5 @@ def test_checkpoint_functions_with_offloaded_inputs(
         return found
 
     expected = run(None, False)
-    assert equal(expected, run(functions[function], False))
-    assert equal(expected, run(functions[function], True))
+    assert all_equal(expected, run(functions[function], False))
+    assert all_equal(expected, run(functions[function], True))

@@ -14,6 +14,7 @@ import ssdtrain
 from benchmarks.gpu.models import Model
 from ssdtrain.planner.controller import PlanController
 from tests.gpu.test_training import SMALL, TINY, of_hardware
+from tests.support.tensors import all_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -88,20 +89,16 @@ def trained(
     return losses + [value.detach().cpu() for value in nn.Module.state_dict(model).values()]
 
 
-def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", SECTIONS)
 def test_a_section_changes_no_bit(name: str, device: torch.device) -> None:
     without, config = SECTIONS[name]
-    assert equal(trained(device, without), trained(device, config))
+    assert all_equal(trained(device, without), trained(device, config))
 
 
 @pytest.mark.usefixtures("deterministic")
 def test_compiled_blocks_have_the_bits_of_a_run_without(device: torch.device) -> None:
-    assert equal(trained(device, {}, compiled=True), trained(device, {"offload": AWAY}, compiled=True))
+    assert all_equal(trained(device, {}, compiled=True), trained(device, {"offload": AWAY}, compiled=True))
 
 
 def test_attention_of_cudnn_has_the_bits_of_a_run_without(gpu: torch.device) -> None:
@@ -109,7 +106,7 @@ def test_attention_of_cudnn_has_the_bits_of_a_run_without(gpu: torch.device) -> 
     if not of_hardware(gpu):
         pytest.skip("cuDNN's attention needs a GPU")
     without, again = (trained(gpu, {}, around=sdpa_kernel(SDPBackend.CUDNN_ATTENTION)) for _ in range(2))
-    if not equal(without, again):
+    if not all_equal(without, again):
         pytest.skip("the same run twice has other bits: cuDNN adds in any order here")
     for config in ({"offload": AWAY}, {"plan": {"max_slowdown": 1.0}}):
-        assert equal(without, trained(gpu, config, around=sdpa_kernel(SDPBackend.CUDNN_ATTENTION)))
+        assert all_equal(without, trained(gpu, config, around=sdpa_kernel(SDPBackend.CUDNN_ATTENTION)))

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import ssdtrain
 from ssdtrain.offload.policy import Action
+from tests.support.policies import Decides
 
 COPIED: list[torch.Size] = []
 
@@ -34,16 +35,8 @@ class OffloadActivations(saved_tensors_hooks):
         return tensor.clone()
 
 
-class WriteOne:
-    """One store at a time is not cancelled, however early backward comes."""
-
-    needs_modules = False
-
-    def decide(self, saved: Any) -> Action:
-        return Action(True, must_write=True)
-
-    def observe(self, forward: Any) -> None:
-        pass
+WRITE_ONE = Decides(lambda _: Action(True, must_write=True))
+"""One store at a time is not cancelled, however early backward comes."""
 
 
 class Block(nn.Module):
@@ -109,7 +102,7 @@ def trained(
     runtime = None
     if directory is not None:
         section = {"directories": str(directory), "amount": "all", "min_bytes": 1}
-        runtime = ssdtrain.attach(net, {"offload": section}, policy=WriteOne())
+        runtime = ssdtrain.attach(net, {"offload": section}, policy=WRITE_ONE)
     for _ in range(4):
         optimizer.zero_grad()
         with around():

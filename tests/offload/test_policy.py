@@ -18,6 +18,7 @@ from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.offload.transfer.coding import Coding
 from ssdtrain.profile.modules import Running
 from tests.offload.conftest import settled
+from tests.support.policies import Decides
 
 BYTES = 64 * 64 * 4  # of what one activation function saves
 
@@ -136,35 +137,16 @@ def test_a_codec_that_cannot_encode_on_the_device_is_an_error_of_the_policy() ->
 
 def test_what_is_never_loaded_takes_no_room_in_the_arena(tmp_path: Path) -> None:
     """The logits of a large vocabulary, last on their tape, had room for five of them beside a small model."""
-
-    class KeepLogits:
-        needs_modules = False
-
-        def decide(self, saved: SavedTensorInfo) -> Action:
-            return KEEP if saved.nbytes > 1 << 20 else OFFLOAD
-
-        def observe(self, forward: ForwardProfile) -> None:
-            pass
-
+    keep_logits = Decides(lambda saved: KEEP if saved.nbytes > 1 << 20 else OFFLOAD)
     head = (nn.Linear(128, 4096), nn.LogSoftmax(1))
     body = nn.Sequential(*(nn.Linear(128, 128) for _ in range(8)), *head)
     config = {"offload": {"directories": str(tmp_path), "min_bytes": 1024}, "report": {"interval": 0}}
-    with ssdtrain.attach(body, config, policy=KeepLogits()) as runtime:
+    with ssdtrain.attach(body, config, policy=keep_logits) as runtime:
         for _ in range(2):
             loss = body(torch.randn(512, 128)).sum()  # 256 KiB each, then 8 MiB
             settled(runtime)  # stores have ended, so that backward loads
             loss.backward()
         assert 0 < runtime.engine.buffers.capacity <= 4 << 20
-
-
-class KeepAll:
-    needs_modules = False
-
-    def decide(self, saved: SavedTensorInfo) -> Action:
-        return KEEP
-
-    def observe(self, forward: ForwardProfile) -> None:
-        pass
 
 
 def test_rules_of_modules_choose_tiers(tmp_path: Path) -> None:
@@ -180,7 +162,7 @@ def test_rules_of_modules_choose_tiers(tmp_path: Path) -> None:
         assert (
             0 < found.offload.offloaded_bytes + found.offload.avoided_write_bytes < found.offload.saved_bytes
         )
-    policy = ModulePolicy(KeepAll(), rules=tuple(rules.items()))
+    policy = ModulePolicy(Decides(lambda _: KEEP), rules=tuple(rules.items()))
 
     def place(*names: str) -> Action:
         running = tuple(Running(name, "Module") for name in names)

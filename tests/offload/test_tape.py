@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from ssdtrain.offload.policy import KEEP, OFFLOAD, Action, ForwardProfile, SavedTensorInfo
+from ssdtrain.offload.policy import KEEP, OFFLOAD
 from ssdtrain.offload.tensors.region import Region
 from ssdtrain.offload.tensors.tape import Tape
 from tests.offload.conftest import VARIANTS, MakeRuntime, Variant, settled, watch_loads
 from tests.offload.test_races import SIZE, chain
+from tests.support.policies import Decides
 
 
 def tape_of(*operators: int) -> Tape:
@@ -67,18 +68,6 @@ def test_what_was_released_is_left_out(removed: int) -> None:
     assert coming(tape) == [index for index in (1, 2, 3, 0) if index != removed]
 
 
-class KeepsTheSecond:
-    """Of what each operator saves."""
-
-    needs_modules = False
-
-    def decide(self, saved: SavedTensorInfo) -> Action:
-        return KEEP if saved.position % 3 == 1 else OFFLOAD
-
-    def observe(self, forward: ForwardProfile) -> None:
-        pass
-
-
 class SavesThree(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -94,7 +83,7 @@ class SavesThree(torch.autograd.Function):
 def test_what_an_operator_saved_and_stays_belongs_to_it_too(make_runtime: MakeRuntime) -> None:
     """Else what lies before it on the tape would count as passed once backward is there."""
     runtime = make_runtime()
-    runtime.engine.policy = KeepsTheSecond()
+    runtime.engine.policy = Decides(lambda saved: KEEP if saved.position % 3 == 1 else OFFLOAD)
     x = torch.ones(512, requires_grad=True)
     with runtime.forward():
         loss = SavesThree.apply(SavesThree.apply(x)).sum()

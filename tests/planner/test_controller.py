@@ -25,22 +25,12 @@ from ssdtrain.runtime import Runtime
 from tests.offload.conftest import settled
 from tests.planner import test_auto
 from tests.planner.test_auto import make_model, set_times
+from tests.support.policies import FakeDrive
 
 # With an arena of one size: one that follows what was loaded so far may be a reason to keep everything.
 config = functools.partial(test_auto.config, buffer="4MiB")
 
 FAST = Rates(1e12, 1e12)
-
-
-class FakeDrive:
-    """A drive that bears so many bytes per second."""
-
-    devices = ("nvme0n1",)
-    years = 5.0
-    rate = 1e11
-
-    def allowed_rate(self, written: object) -> float:
-        return self.rate
 
 
 @contextmanager
@@ -230,7 +220,7 @@ def test_a_rate_that_is_not_reached_is_not_said_to_bind(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drive: Any = FakeDrive()
+    drive: Any = FakeDrive(1e11)
     drive.rate = rate
     with controlled(tmp_path, Goal.of_budget(None), monkeypatch, endurance=drive) as (controller, runtime):
         planned(runtime, controller)

@@ -23,6 +23,7 @@ from ssdtrain.planner.model.timeline import simulate
 from ssdtrain.planner.plans import NoPlan
 from ssdtrain.runtime import Runtime
 from tests.support.ranks import on_ranks
+from tests.support.tensors import all_equal as equal
 from tests.support.tiers import tiered
 
 LAYERS = 6
@@ -63,10 +64,6 @@ def train_sizes(model: nn.Module, batches: list[int]) -> list[torch.Tensor]:
         optimizer.step()
         optimizer.zero_grad()
     return [p.detach().clone() for p in model.parameters()]
-
-
-def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 def auto_of(runtime: Runtime) -> PlanController:

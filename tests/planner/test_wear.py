@@ -1,6 +1,5 @@
 """`offload.endurance`: the amount sinks, or a line says loudly that the drives wear too fast."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +12,7 @@ from ssdtrain.features import Step
 from ssdtrain.planner.derating import WearLimit
 from ssdtrain.runtime import Runtime
 from ssdtrain.storage import Rating, StoreMetrics, TierMetrics
-
-
-class FakeDrive:
-    """A drive that bears `rate` bytes per second."""
-
-    devices = ("nvme0n1",)
-    years = 3.0
-
-    def __init__(self, rate: float | None) -> None:
-        self.rate = rate
-
-    def allowed_rate(self, written: Mapping[str, int]) -> float | None:
-        return self.rate
+from tests.support.policies import FakeDrive
 
 
 def store(written: int) -> StoreMetrics:
@@ -52,7 +39,7 @@ def test_drives_that_wear_faster_in_two_steps_in_turn_get_less() -> None:
 
 
 def test_a_plan_that_is_bound_by_wear_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    limit = WearLimit(FakeDrive(2.0**30))  # type: ignore[arg-type]
+    limit = WearLimit(FakeDrive(2.0**30, years=3.0))  # type: ignore[arg-type]
     limit.observe(store(0), 0, 1.0)
     for bound in (False, True, True):
         limit.planned(bound=bound)

@@ -8,6 +8,7 @@ from benchmarks.adaptive_amount import AutoRun, Found, against_all, on_teraio_ha
 from benchmarks.simulated_device import GB, Load, gpt
 from ssdtrain.config.units import MiB
 from ssdtrain.storage.slot import Slot
+from tests.support.policies import FakeDrive
 
 
 def small(drive: float, pcie: float = 25.0, layers: int = 4) -> Load:
@@ -122,19 +123,6 @@ def test_a_drive_that_is_full_keeps_the_rest_in_memory_and_costs_no_time() -> No
     assert not any(step.wrong for step in found)
     assert found[-1].total_over_keep <= 1.02
     assert 0 < found[-1].stored < 0.5
-
-
-class FakeDrive:
-    """A drive that bears so many bytes per second."""
-
-    devices = ("nvme0n1",)
-    years = 5.0
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def allowed_rate(self, written: object) -> float:
-        return self.rate
 
 
 @pytest.mark.slow
