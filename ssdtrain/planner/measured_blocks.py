@@ -21,7 +21,7 @@ from ssdtrain.planner.parts import UNITS, runs
 from ssdtrain.planner.plans import SearchProblem, actions_for
 from ssdtrain.planner.profile import join_regions, order_of, tape_bytes
 from ssdtrain.planner.spans import BlockSpan
-from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes
+from ssdtrain.profile.passes import RegionTimes, StepRecord, TapeTimes, passed_at
 
 if TYPE_CHECKING:
     from ssdtrain.planner.joint import StateCosts
@@ -114,7 +114,7 @@ def pieces(
             found.append(_outside(tape.regions[at : span.begin], len(found)))
         regions = tape.regions[span.begin : span.end]
         was = span.name in recomputed and span.plain
-        began, last, ended = (stamp.seconds() for stamp in span.timestamps or ())
+        began, last, ended = (passed_at(stamp) for stamp in span.timestamps or ())
         storing = sum(region.storing for region in regions)
         stall = sum(region.store_stall for region in regions) + storing
         forward = max(0.0, ended - began - stall)

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ssdtrain.offload.engine import OffloadEngine
+from ssdtrain.offload.tensors.tape import Tape
 from ssdtrain.planner.recompute.attributes import Attributes
 from ssdtrain.planner.recompute.purity import (
     OBJECT,
@@ -22,6 +24,7 @@ from ssdtrain.planner.recompute.purity import (
 )
 from ssdtrain.profile.containers import leaves
 from ssdtrain.profile.modules import ModuleHook
+from ssdtrain.profile.passes import PassRecorder, RecordedTimestamp
 
 __all__ = ["BlockSpan", "BlockSpans"]
 
@@ -48,7 +51,7 @@ class BlockSpan:
     small: int = 0
     plain: bool = True
     why: str = ""
-    timestamps: tuple[Any, Any, Any] | None = None
+    timestamps: tuple[RecordedTimestamp, RecordedTimestamp, RecordedTimestamp] | None = None
     held: dict[int, int] = field(default_factory=dict)
 
     @property
@@ -73,7 +76,7 @@ class _RunningBlock(NamedTuple):
     """Attributes of its modules, before."""
     unoffloaded: int
     """What the meter counted before, bytes."""
-    began: Any
+    began: RecordedTimestamp | None
 
 
 class BlockSpans:
@@ -84,8 +87,8 @@ class BlockSpans:
         engine: the offload engine of their forwards.
     """
 
-    def __init__(self, blocks: Mapping[str, nn.Module], engine: Any) -> None:
-        self.tape: Any = None
+    def __init__(self, blocks: Mapping[str, nn.Module], engine: OffloadEngine) -> None:
+        self.tape: Tape | None = None
         """Tape of the forward that runs; None: none does, or it is not recorded."""
         self._found: list[BlockSpan] = []
         self._engine, self._thread = engine, 0
@@ -101,8 +104,9 @@ class BlockSpans:
             self._hooks.append(block.register_forward_hook(ModuleHook(self._leave, name)))
 
     @contextmanager
-    def forward(self, tape: Any) -> Iterator[list[BlockSpan]]:
-        """Around a forward of the model on this thread, which `tape` records; gives the list that its spans come into."""
+    def forward(self, tape: Tape | None) -> Iterator[list[BlockSpan]]:
+        """Around a forward of the model on this thread, which `tape` records; gives the list that its spans come into. Without a
+        tape there are none."""
         found = self._found = []
         self._running, self._watched = None, []
         self.tape, self._thread = tape, threading.get_ident()
@@ -116,7 +120,7 @@ class BlockSpans:
         while self._hooks:
             self._hooks.pop().remove()
 
-    def _recorder(self) -> Any:
+    def _recorder(self) -> PassRecorder | None:
         recorder = self._engine.recorder
         return recorder if recorder.active else None
 
@@ -163,7 +167,12 @@ class BlockSpans:
 
     def _leave(self, name: str, block: nn.Module, *_: Any) -> None:
         running, tape, recorder = self._running, self.tape, self._recorder()
-        if running is None or running.span.name != name or self._thread != threading.get_ident():
+        if (
+            running is None
+            or tape is None
+            or running.span.name != name
+            or self._thread != threading.get_ident()
+        ):
             return
         self._running = None
         span = running.span
@@ -191,7 +200,7 @@ class BlockSpans:
         self._note_held(tape)
         self._found.append(span)
 
-    def _note_held(self, tape: Any) -> None:
+    def _note_held(self, tape: Tape) -> None:
         """A block has ended: see `BlockSpan.held`."""
         still = []
         for span, number, index in self._watched:

@@ -16,14 +16,16 @@ from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
 
-class _RecordedTimestamp(Protocol):
+class RecordedTimestamp(Protocol):
+    """A moment of a device, with seconds once the device has passed it."""
+
     def seconds(self) -> float | None: ...
 
 
 class _Aside:
     """Time that was spent aside until some moment: from `began` to `ended`, and before."""
 
-    def __init__(self, before: _Aside | None, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
+    def __init__(self, before: _Aside | None, began: RecordedTimestamp, ended: RecordedTimestamp) -> None:
         self._before, self._began, self._ended = before, began, ended
         self._total: float | None = None
 
@@ -38,7 +40,7 @@ class _Aside:
             one = one._before
         total = 0.0 if one is None or one._total is None else one._total
         for one in reversed(chain):
-            total += _passed(one._ended) - _passed(one._began)
+            total += passed_at(one._ended) - passed_at(one._began)
             one._total, one._before = total, None
         return total
 
@@ -46,7 +48,7 @@ class _Aside:
 class _WithoutAside:
     """A timestamp of a clock that stands still while something runs aside."""
 
-    def __init__(self, plain: _RecordedTimestamp, aside: _Aside) -> None:
+    def __init__(self, plain: RecordedTimestamp, aside: _Aside) -> None:
         self.plain, self._aside = plain, aside
 
     def seconds(self) -> float | None:
@@ -54,10 +56,21 @@ class _WithoutAside:
         return None if plain is None or aside is None else plain - aside
 
 
+class _RecordedRegion(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def stays(self) -> bool: ...
+    @property
+    def operator(self) -> int: ...
+
+
 class _RecordedTape(Protocol):
     chunk: int
     nbytes: int
-    regions: list[Any]
+
+    @property
+    def regions(self) -> Sequence[_RecordedRegion | None]: ...
 
 
 class HostTime(NamedTuple):
@@ -139,8 +152,8 @@ class _Hook(NamedTuple):
     total: int
     """Bytes of these."""
     made: _Made
-    began: _RecordedTimestamp
-    ended: _RecordedTimestamp
+    began: RecordedTimestamp
+    ended: RecordedTimestamp
     spent: HostTime | None
     coded: float
     """Seconds that the device encoded and decoded."""
@@ -151,8 +164,8 @@ class _Use(NamedTuple):
 
     region: int
     """Its position on the tape."""
-    began: _RecordedTimestamp
-    ended: _RecordedTimestamp
+    began: RecordedTimestamp
+    ended: RecordedTimestamp
     spent: HostTime | None
     coded: float
     """Seconds that the device encoded and decoded."""
@@ -164,9 +177,9 @@ class _RecordedPass:
         self.serial, self.chunk = serial, chunk
         self.hooks: list[_Hook] = []
         self.uses: list[_Use] = []
-        self.began: _RecordedTimestamp | None = None
-        self.saved: _RecordedTimestamp | None = None  # the end of its forward
-        self.ended: _RecordedTimestamp | None = None  # the end of its backward
+        self.began: RecordedTimestamp | None = None
+        self.saved: RecordedTimestamp | None = None  # the end of its forward
+        self.ended: RecordedTimestamp | None = None  # the end of its backward
 
     def times(self) -> TapeTimes:
         """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
@@ -203,14 +216,14 @@ class _RecordedPass:
         nbytes: list[int] = []
         made: list[_Made] = []
         stalls: list[float] = []
-        before = _passed(self.began) if self.began is not None else None
+        before = passed_at(self.began) if self.began is not None else None
         computed = waited = stored = 0.0
         known = 0
         for hook in self.hooks:
             if before is not None:
-                computed += max(0.0, _passed(hook.began) - before)
-            before = _passed(hook.ended)
-            inside = before - _passed(hook.began)
+                computed += max(0.0, passed_at(hook.began) - before)
+            before = passed_at(hook.ended)
+            inside = before - passed_at(hook.began)
             if hook.spent is None:
                 coded = min(inside, hook.coded)
                 waited += inside - coded
@@ -235,7 +248,7 @@ class _RecordedPass:
             index = use.region
             if index >= count:
                 continue
-            inside = _passed(use.ended) - _passed(use.began)
+            inside = passed_at(use.ended) - passed_at(use.began)
             if use.spent is None:
                 coded = min(inside, use.coded)
                 stalls[index] += inside - coded
@@ -247,20 +260,21 @@ class _RecordedPass:
             last = number + 1 == len(self.uses)
             after = self.ended if last else self.uses[number + 1].began
             if after is not None:
-                seconds[index] += max(0.0, _passed(after) - _passed(use.ended))
+                seconds[index] += max(0.0, passed_at(after) - passed_at(use.ended))
         return seconds, stalls, loading
 
 
-def _passed(timestamp: _RecordedTimestamp) -> float:
+def passed_at(timestamp: RecordedTimestamp) -> float:
+    """Return the seconds of a timestamp that the device has passed."""
     seconds = timestamp.seconds()
     if seconds is None:
         raise TypeError("the device has not come to this timestamp")
     return seconds
 
 
-def _ran_at(timestamp: _RecordedTimestamp) -> float:
+def _ran_at(timestamp: RecordedTimestamp) -> float:
     """Return the time of the device itself."""
-    return _passed(timestamp.plain if isinstance(timestamp, _WithoutAside) else timestamp)
+    return passed_at(timestamp.plain if isinstance(timestamp, _WithoutAside) else timestamp)
 
 
 class StepRecord:
@@ -270,7 +284,7 @@ class StepRecord:
         self.order: list[tuple[str, int, int]] = []
         """("forward" or "backward", serial number of the tape, chunk)"""
         self._passes: list[_RecordedPass] = []
-        self._last: _RecordedTimestamp | None = None
+        self._last: RecordedTimestamp | None = None
 
     def passed(self) -> bool:
         """The device has come to the end of the step."""
@@ -329,15 +343,15 @@ class PassRecorder:
     def _without(self, user: str) -> None:
         self._records = {other: record for other, record in self._records.items() if other != user}
 
-    def aside(self, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
+    def aside(self, began: RecordedTimestamp, ended: RecordedTimestamp) -> None:
         """Something ran that is none of the model's computation: passes do not count its time."""
         self._aside = _Aside(self._aside, began, ended)
 
-    def clock(self, now: _RecordedTimestamp) -> _RecordedTimestamp:
+    def clock(self, now: RecordedTimestamp) -> RecordedTimestamp:
         """Return the timestamp without what ran aside so far."""
         return now if self._aside is None else _WithoutAside(now, self._aside)
 
-    def forward_began(self, tape: _RecordedTape, now: _RecordedTimestamp) -> None:
+    def forward_began(self, tape: _RecordedTape, now: RecordedTimestamp) -> None:
         self._host_time()  # what was spent before the forward is none of its hooks'
         self._coded_time()
         self._serial += 1
@@ -348,13 +362,13 @@ class PassRecorder:
         self._add("forward", found)
         self._reached(now)
 
-    def forward_ended(self, tape: _RecordedTape, now: _RecordedTimestamp) -> None:
+    def forward_ended(self, tape: _RecordedTape, now: RecordedTimestamp) -> None:
         found = self._passes.get(tape)
         if found is not None:
             found.saved = self.clock(now)
             self._reached(now)
 
-    def packed(self, tape: _RecordedTape, began: _RecordedTimestamp, ended: _RecordedTimestamp) -> None:
+    def packed(self, tape: _RecordedTape, began: RecordedTimestamp, ended: RecordedTimestamp) -> None:
         """A tensor was saved, in a region of its own or not."""
         found, spent, coded = self._passes.get(tape), self._host_time(), self._coded_time()
         if found is not None:
@@ -371,8 +385,8 @@ class PassRecorder:
         self,
         tape: _RecordedTape,
         index: int,
-        began: _RecordedTimestamp,
-        ended: _RecordedTimestamp,
+        began: RecordedTimestamp,
+        ended: RecordedTimestamp,
         *,
         from_tier: bool = False,
     ) -> None:
@@ -386,7 +400,7 @@ class PassRecorder:
         found.uses.append(_Use(index, self.clock(began), self.clock(ended), spent, coded, from_tier))
         self._reached(ended)
 
-    def last_packed(self, tape: _RecordedTape) -> _RecordedTimestamp | None:
+    def last_packed(self, tape: _RecordedTape) -> RecordedTimestamp | None:
         """The end of the hook that last saved a tensor of `tape`."""
         found = self._passes.get(tape)
         return found.hooks[-1].ended if found is not None and found.hooks else None
@@ -396,7 +410,7 @@ class PassRecorder:
         found = self._passes.get(tape)
         return found.serial if found is not None else None
 
-    def backward_ended(self, now: _RecordedTimestamp) -> None:
+    def backward_ended(self, now: RecordedTimestamp) -> None:
         """The backward that ran last is over."""
         current, self._current = self._current, None
         if current is not None:
@@ -427,6 +441,6 @@ class PassRecorder:
         for record in self._records.values():
             record.order.append((kind, one.serial, one.chunk))
 
-    def _reached(self, now: _RecordedTimestamp) -> None:
+    def _reached(self, now: RecordedTimestamp) -> None:
         for record in self._records.values():
             record._last = now
