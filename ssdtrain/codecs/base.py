@@ -217,8 +217,8 @@ class Codec(ABC):
         if out.numel() == 0:
             return out
         body = buf[HEADER_BYTES:]
-        if out.is_contiguous():
-            self._decode(body, out.view(-1), accumulate)
+        if out.is_contiguous() and not (out.is_conj() or out.is_neg()):
+            self._decode(body, _flat(out), accumulate)
             return out
         flat = torch.empty(out.numel(), dtype=out.dtype, device=out.device)
         self._decode(body, flat, False)
@@ -241,10 +241,9 @@ class Codec(ABC):
         if x.dtype not in self.inputs:
             raise TypeError(f"{self.spec} encodes {_names(self.inputs)}, not {x.dtype}")
         self._check_buffer(out, x, self.max_payload_bytes(x.numel(), x.dtype))
-        # `reshape` gives columns and repeated values as a strided view.
-        flat = x.detach().contiguous().view(-1)
-        # One value counts as contiguous whatever its stride, which a view of another type must not have.
-        return flat.as_strided((1,), (1,)) if flat.numel() == 1 else flat
+        # `reshape` gives columns and repeated values as a strided view. What is to be conjugated or negated when it is read has
+        # other bytes in memory.
+        return _flat(x.detach().resolve_conj().resolve_neg().contiguous())
 
     def _check_buffer(self, buf: Tensor, other: Tensor, need: int) -> None:
         if buf.dtype != torch.uint8 or buf.dim() != 1 or not buf.is_contiguous():
@@ -407,6 +406,11 @@ def write(values: Tensor, out: Tensor, accumulate: bool) -> None:
         out.add_(flat)
     else:
         out.copy_(flat)
+
+
+def _flat(contiguous: Tensor) -> Tensor:
+    """The values as a vector of stride 1: one value counts as contiguous whatever its stride, and is not viewed as bytes then."""
+    return contiguous.as_strided((1,), (1,)) if contiguous.numel() == 1 else contiguous.view(-1)
 
 
 def _names(dtypes: tuple[torch.dtype, ...]) -> str:

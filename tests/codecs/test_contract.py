@@ -132,6 +132,38 @@ def test_one_value_of_any_type_and_stride(dtype: torch.dtype) -> None:
     assert torch.equal(decoded(codec, payload(codec, x), x), x)
 
 
+@pytest.mark.parametrize("spec", ["exact", "lossless"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_one_value_of_any_stride_is_decoded_into(spec: str, dtype: torch.dtype) -> None:
+    x = torch.arange(7, 8).to(dtype)
+    memory = torch.zeros(9, dtype=dtype)
+    out = memory[2::5][:1]
+    assert out.is_contiguous() and out.stride() == (5,)
+    make_codec(spec).decode(payload(make_codec(spec), x), out)
+    assert memory.tolist() == [0, 0, 7, *[0] * 6]
+
+
+def test_values_that_are_negated_when_they_are_read(codec: Codec) -> None:
+    """Their bytes in memory have the other sign."""
+    x = randn(600)
+    negated = torch._neg_view(x.clone())
+    assert negated.is_neg() and negated.is_contiguous()
+    assert torch.equal(payload(codec, negated), payload(codec, -x))
+    out = torch._neg_view(torch.zeros(600))
+    codec.decode(payload(codec, x), out)
+    assert torch.equal(out.resolve_neg(), decoded(codec, payload(codec, x), x))
+
+
+@pytest.mark.parametrize("spec", ["exact", "lossless"])
+def test_values_that_are_conjugated_when_they_are_read(spec: str) -> None:
+    codec, x = make_codec(spec), torch.complex(randn(300), randn(300, seed=1))
+    buf = payload(codec, x.conj())
+    assert torch.equal(decoded(codec, buf, x), x.conj().resolve_conj())
+    out = torch.empty_like(x).conj()
+    codec.decode(payload(codec, x), out)
+    assert torch.equal(out, x)
+
+
 def test_the_input_is_not_modified_and_may_require_grad(codec: Codec) -> None:
     x = randn(300).requires_grad_()
     before = x.detach().clone()

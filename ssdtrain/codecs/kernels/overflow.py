@@ -23,7 +23,8 @@ def _copy_kernel(
 ) -> None:
     """Copy `count` values, and those from `first` on also to the address `host`, which kernels of the device can write to."""
     if tl.load(flag) != 0:
-        for start in range(tl.program_id(0) * R, count, tl.num_programs(0) * R):
+        # In 64 bits: the step after the last one of almost 2^31 values is no number of 32.
+        for start in range(tl.program_id(0).to(tl.int64) * R, count, tl.num_programs(0) * R):
             place = start + tl.arange(0, R)
             inside = place < count
             values = tl.load(source + place, mask=inside)
