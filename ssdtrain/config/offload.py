@@ -69,11 +69,11 @@ class OffloadConfig(StorageSection):
     exclude: Patterns = ()
     """Do not offload tensors saved by these modules: patterns as in `include`, over which they take precedence. Default: none."""
 
-    codec: CodecName = "off"
+    codec: CodecName = "auto"
     """Codec of offloaded floating-point tensors. With "exact" and "lossless" gradients are bit-identical, with "int8" and others
-    they are not (docs/codecs.md). "auto": "exact", a quarter fewer bytes of bfloat16, on a GPU where a trial in the first steps
-    shows that these are shorter with it; not with `amount: "auto"` or under a plan, where nothing is waited for (docs/gpu.md).
-    Default: tensors are stored unchanged. Boolean masks are always packed to bits."""
+    they are not (docs/codecs.md). "auto": "exact", a quarter fewer bytes of bfloat16, where a trial in the first steps shows that
+    these are shorter with it, at no higher peak; not with `amount: "auto"` or under a plan, where nothing is waited for
+    (docs/gpu.md). "off": tensors are stored unchanged. Boolean masks are always packed to bits."""
 
     modules: ModuleRules = ()
     """Where saved tensors go, by patterns of modules as in `include`, such as {"*.self_attn": "keep", "*.mlp": "ssd"}: "keep",

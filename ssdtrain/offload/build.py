@@ -34,6 +34,7 @@ def build_engine(
     local_world_size: int = 1,
     faults: Faults | None = None,
     staged: bool | None = None,
+    planned: bool = False,
 ) -> tuple[OffloadEngine, SpillStore]:
     """Return the engine, and the store that it uses, which the caller closes after the engine.
 
@@ -42,6 +43,7 @@ def build_engine(
         directories: of this rank, which exist.
         policy: decides in place of `offload.amount`; None: the amount decides.
         staged: pass CPU tensors through staging buffers, as those of a GPU (tests); None: by the device.
+        planned: a plan says what leaves.
 
     Raises:
         ValueError: `amount: "auto"` without a policy; or `gpudirect: "on"`, and it cannot be had.
@@ -98,7 +100,7 @@ def build_engine(
             by_cufile=direct,
             verified=offload.verify == "all",
             rank=rank,
-            codec=_codec(offload, device, layer, direct=direct),
+            codec=_codec(offload, device, layer, untried=direct or planned),
         )
         warm_up(make_codec(MASK), device, [torch.bool])
         return OffloadEngine(store, layer, device, _policy(offload, policy), options), store
@@ -107,15 +109,15 @@ def build_engine(
         raise
 
 
-def _codec(offload: OffloadConfig, device: torch.device, layer: Device, *, direct: bool) -> CodecRule | None:
+def _codec(offload: OffloadConfig, device: torch.device, layer: Device, *, untried: bool) -> CodecRule | None:
     """Return what encodes floating-point tensors, its kernels compiled.
 
     Args:
-        direct: transfers are those of GPUDirect Storage.
+        untried: "auto" is no codec; see Note: [What a codec costs].
     """
     if offload.codec == AUTO:
-        hidden = offload.amount.kind == "auto"
-        return None if direct or hidden else free_codec(device, layer)
+        untried = untried or offload.amount.kind == "auto" or not offload.moves
+        return None if untried else free_codec(device, layer)
     if offload.codec == OFF:
         return None
     warm_up(make_codec(offload.codec), device, FLOATS)

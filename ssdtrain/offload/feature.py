@@ -72,6 +72,7 @@ class ActivationOffload(Feature):
             local_world_size=place.local_world_size,
             faults=faults,
             staged=staged,
+            planned=planned,
         )
         # A graph may outlive the runtime, and needs the engine (through its hooks) as long as it lives. The store goes with
         # the engine, and at interpreter exit.
@@ -165,6 +166,8 @@ class ActivationOffload(Feature):
         if self._trial is None or self._trial.over:
             return ""
         self._trial.end(None, "no step ends")
+        if "codec" not in self._config.model_fields_set:
+            return ""  # nobody has asked for it
         return 'offload.codec is "auto", and nothing is encoded; "exact" needs no steps'
 
     # Metrics
@@ -192,6 +195,9 @@ class ActivationOffload(Feature):
         codec = self.engine.options.codec
         tried = " is tried" if self._trial is not None else ""
         return f"{way} | codec: {codec.spec if codec is not None else 'none'}{tried}"
+
+    def decisions(self) -> str:
+        return "" if self._trial is None else self._trial.decision
 
     def limited_by(self, seconds: float) -> str:
         found, store = self.engine.snapshot(), self.store.metrics

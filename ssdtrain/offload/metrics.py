@@ -44,7 +44,8 @@ class OffloadMetrics(MetricSet):
     overflowed_bytes: int = counter(Unit.BYTES, "stored raw, codec full")
     """Bytes of regions that a codec of fixed size could not hold, and that were stored as they are."""
     uncoded_bytes: int = counter(Unit.BYTES, "stored raw, too large")
-    """Bytes of regions on a GPU that were stored as they are, since their payload would not fit in the device limit."""
+    """Bytes of regions on a GPU that were stored as they are, since their payload would not fit in the device limit, or there was
+    no memory for it."""
     avoided_write_bytes: int = counter(Unit.BYTES, "writes avoided")
     """Bytes whose store was cancelled before it began, because backward came first. They are not among `offloaded_bytes`."""
     forwarded_bytes: int = counter(Unit.BYTES)

@@ -135,7 +135,8 @@ def test_what_is_encoded_to_save_time_is_large_and_leaves_whole(
 ) -> None:
     """And is of a dtype for which it was measured."""
     runtime = make_runtime()
-    runtime.engine.coding = Coding(CodecRule("exact", (torch.bfloat16,), automatic=True))
+    rule = CodecRule("exact", (torch.bfloat16,), automatic=True, least_bytes=AUTOMATIC_BYTES)
+    runtime.engine.coding = Coding(rule)
     count = AUTOMATIC_BYTES // dtype.itemsize
     for numel, part in ((count, 1.0), (count - 512, 1.0), (count, 0.5)):
         before = runtime.statistics().offload.encoded_bytes

@@ -106,6 +106,18 @@ def test_a_codec_is_used_where_steps_are_shorter_with_it(
         assert last < 0.93 * first if encodes else last <= 1.001 * first
 
 
+def test_sequences_of_other_lengths_are_no_shorter_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other step, those that are tried with the codec, has half of the layers; the codec only costs time."""
+    rule = CodecRule("bf16", (torch.uint8,), automatic=True, encode=FAST, decode=FAST)
+    with offloading(2.5, SLOW, rule, monkeypatch) as (machine, engine):
+        trial = CodecTrial(engine, rule)
+        for number in range(STEPS + 1):
+            train(machine, engine, [*LAYERS, *LAYERS] if number % 2 else LAYERS, seed=number)
+            engine.drain()
+            trial.step_ended()
+        assert trial.over and engine.coding.rule is None
+
+
 def test_a_plan_knows_what_encoding_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no wait for transfers, which another plan could end, and no time of what computes anyway."""
     profiles = []

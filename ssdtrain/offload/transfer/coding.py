@@ -42,8 +42,8 @@ MASK = "mask"
 OWN_MEMORY = "device"
 """The tier of `Action` that is the memory which a region is in."""
 AUTOMATIC_BYTES = 4 * MiB
-"""Smallest region that is encoded to save time: to launch the kernels of a smaller one takes the host about as long as a link
-saves by them."""
+"""Smallest region that is encoded on a GPU to save time: to launch the kernels of a smaller one takes the host about as long as a
+link saves by them."""
 
 
 class CodecRule(NamedTuple):
@@ -58,6 +58,8 @@ class CodecRule(NamedTuple):
     """Seconds of a device that computes for encoding one byte; 0: a CPU, or not known."""
     decode: float = 0.0
     """The same for decoding."""
+    least_bytes: int = 0
+    """Size of the smallest tensor that is encoded to save time."""
 
 
 class Coding:
@@ -86,6 +88,7 @@ class Coding:
         self.rule = floats
         self._floats = make_codec(floats.spec) if floats is not None else None
         self._automatic = floats is not None and floats.automatic
+        self._least = 0 if floats is None else floats.least_bytes
         self.dtypes = {torch.bool, *(floats.dtypes if floats is not None else ())}
         """Dtypes of regions that may be encoded where the policy names no codec."""
 
@@ -113,7 +116,7 @@ class Coding:
         return codec if own and (tensor.is_contiguous() or no_overlap(tensor)) else None
 
     def _is_worth_it(self, region: Region, action: Action) -> bool:
-        return not self._automatic or (region.nbytes >= AUTOMATIC_BYTES and action.part == 1)
+        return not self._automatic or (region.nbytes >= self._least and action.part == 1)
 
     def _fits(self, region: Region) -> bool:
         """False if the codec of the region, as it is now, would not give back its bytes: bools that were written as another

@@ -19,6 +19,8 @@ import time
 from collections import deque
 from contextlib import nullcontext
 
+from torch import OutOfMemoryError
+
 from ssdtrain.codecs import HEADER_BYTES, Codec
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.offload.pacing.limits import Departures, StoresInFlight
@@ -173,7 +175,14 @@ class Mover:
             self.metrics.uncoded_bytes += region.nbytes
             return
         began = time.perf_counter()
-        encoded = self.transfer.encode(region)
+        try:
+            encoded = self.transfer.encode(region)
+        except OutOfMemoryError:
+            if not codec.may_overflow:
+                raise  # what backward gets must not depend on free memory
+            region.transfer.codec = None
+            self.metrics.uncoded_bytes += region.nbytes
+            return
         self.metrics.count_codec(region.name, began)
         if encoded is not None:
             region.transfer.encoded(encoded)
