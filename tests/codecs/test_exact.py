@@ -14,7 +14,7 @@ from ssdtrain.codecs import (
     make_codec,
     payload_finite,
 )
-from ssdtrain.codecs.base import PAYLOAD_DTYPES
+from ssdtrain.codecs.base import HEADER_BYTES, PAYLOAD_DTYPES
 from ssdtrain.codecs.exact import BLOCK, BLOCKS, EXCEPTION, FAR_NIBBLE, GROUP, POOL_BYTES, Exact
 from tests.codecs.common import decoded, payload, randn
 from tests.codecs.test_lossless import same_bits
@@ -298,3 +298,24 @@ def test_a_payload_of_another_dtype_is_an_error() -> None:
         decoded(
             Exact(), torch.cat([payload(Exact(), x), torch.zeros(2000, dtype=torch.uint8)]), x, torch.float16
         )
+
+
+@every_backend
+@every_coded
+@pytest.mark.parametrize("numel", [512, 16384, 16384 + 3 * 512 + 5])
+def test_damaged_bytes_are_decoded_into_the_tensor_alone(
+    codec: Exact, dtype: torch.dtype, numel: int
+) -> None:
+    """A checksum finds them where they were stored; here nothing else is read as an index without a bound."""
+    header = payload(codec, torch.zeros(numel, dtype=dtype))[:HEADER_BYTES]
+    for seed in range(6):
+        buf = torch.randint(
+            0, 256, (codec.payload_bytes(numel, dtype),), generator=torch.Generator().manual_seed(seed)
+        )
+        buf = buf.to(torch.uint8)
+        buf[:HEADER_BYTES] = header
+        if seed % 2:
+            buf[HEADER_BYTES + 512 :] = 0xEE  # exceptions everywhere
+        memory = torch.zeros(numel + 4096, dtype=dtype)
+        codec.decode(buf, memory[2048 : 2048 + numel])
+        assert not (memory[:2048].any() or memory[2048 + numel :].any())

@@ -15,10 +15,12 @@ import torch
 
 import ssdtrain
 from benchmarks.emulated_device import digest, model_of, tokens_of
-from ssdtrain.codecs import native
+from ssdtrain.codecs import kernels, native
 from ssdtrain.codecs.base import HeaderFlags, Key
 from ssdtrain.codecs.exact import Exact, _coded
 from ssdtrain.config.units import MiB
+from ssdtrain.device.cuda import CudaDevice
+from ssdtrain.offload import free_codec
 
 SHAPE = {"layers": 4, "hidden": 256, "heads": 4, "sequence": 256, "batch": 16, "vocabulary": 1572}
 """Logits are larger than all that may be on its way off the device, as those of large models are."""
@@ -56,27 +58,31 @@ def codec_in_c(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Exact, "_decode", decode)
 
 
-def trained(codec: str, directory: Path) -> tuple[int, str]:
-    """The peak of the last of three steps, in bytes, and the weights' digest."""
+def trained(codec: str | None, directory: Path, steps: int = 3) -> tuple[int, str]:
+    """The peak of all steps but two, in bytes, and the weights' digest. `codec` None: the default, whose trial they are."""
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = model_of("gpt", SHAPE).bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
     section = {"directories": str(directory), "amount": "all", "min_bytes": "64KiB", "buffer": "256MiB"}
-    with ssdtrain.attach(
-        model, {"offload": {**section, "codec": codec}, "report": {"interval": 0}}
-    ) as runtime:
-        for step in range(3):
+    if codec is not None:
+        section["codec"] = codec
+    peak = 0
+    with ssdtrain.attach(model, {"offload": section, "report": {"interval": 0}}) as runtime:
+        for step in range(steps):
             tokens = tokens_of(SHAPE, step, 0)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             model(tokens, tokens).backward()
             torch.cuda.synchronize()
-            peak = torch.cuda.max_memory_allocated()
+            peak = max(peak, torch.cuda.max_memory_allocated() if step >= 2 else 0)
             optimizer.step()
             optimizer.zero_grad()
         found = runtime.statistics().offload
+        if codec is None:
+            assert "with it" in runtime.offload.decisions()  # type: ignore[union-attr]
+            return peak - before, digest(list(model.parameters()))
         assert (codec == "off") == (found.uncoded_bytes == 0)
     return peak - before, digest(list(model.parameters()))
 
@@ -86,5 +92,22 @@ def test_the_peak_is_that_without_a_codec(gbps: float, tmp_path: Path) -> None:
     with emulated_cuda.settings(delay_ms=1.0, h2d_gbps=gbps, d2h_gbps=gbps):
         plain, weights = trained("off", tmp_path)
         peak, others = trained("exact", tmp_path)
+    assert others == weights
+    assert peak <= 1.02 * plain, f"{peak / MiB:.1f} MiB, {plain / MiB:.1f} without"
+
+
+def test_the_default_tries_it_and_changes_no_bit_and_no_peak(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Times are none of a GPU, and count for nothing here: peaks alone decide."""
+    monkeypatch.setattr(kernels, "compiled", lambda: True)
+    monkeypatch.setattr(free_codec, "_seconds", lambda *_: (1e-15, 1e-15))
+    monkeypatch.setattr(free_codec, "PRICED_STEPS", 1)
+    monkeypatch.setattr(free_codec, "MINIMUM_GAIN", -1e9)
+    monkeypatch.setattr(CudaDevice, "link_bandwidth", lambda device: (1.0, 1.0))
+    steps = free_codec.UNTRIED_STEPS + 1 + free_codec.UNTRIED_STEPS + free_codec.TRIED_STEPS + 2
+    with emulated_cuda.settings(delay_ms=0.0, h2d_gbps=0.5, d2h_gbps=0.5):
+        plain, weights = trained("off", tmp_path, steps)
+        peak, others = trained(None, tmp_path, steps)
     assert others == weights
     assert peak <= 1.02 * plain, f"{peak / MiB:.1f} MiB, {plain / MiB:.1f} without"
