@@ -12,7 +12,9 @@ gradients are copied there, and all weights back.
   is beside them.
 - Against the section `state` all blocks are on the drive, and two at a time in memory.
 - `plan` beside `state`: activations and state within a quarter of the state, against recomputing every block with the state that
-  then fits. Its predictions are compared with what was measured.
+  then fits. Its predictions are compared with what was measured: `step_time_ratios` has predicted over measured seconds of each of
+  three plans, uncorrected, and `step_time_noise` how far medians of as many steps of one plan lie apart in that run (half of the
+  quartiles' distance, over the median).
 - On ProTrain's machine nothing is run: see `benchmarks.protrain_simulated`.
 """
 
@@ -384,6 +386,9 @@ def against_plain_state(arguments: Any, microbatches: Sequence[Any], directory: 
 PLANS = 3
 """Runs of which each makes a plan of its own, for the errors of its predictions."""
 
+MEASURED = 5
+"""Steps whose median a prediction is compared with."""
+
 
 def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dict[str, Any]:
     """Compare the joint plan with every block recomputed and the state that then fits, in the same memory of the device; and its
@@ -394,18 +399,18 @@ def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dic
     for run in range(PLANS):
         note(f"run {run + 1} of {PLANS} that makes a plan")
         ours = OurWay(arguments, {**section, "device_limit": whole // 4}, plan=True)
-        for _ in range(7):  # five are profiled, and the plan is made at the begin of the next one
+        for _ in range(10):  # eight are profiled, and the plan is made at the begin of the next one
             ours.step(microbatches)
         assert ours.runtime is not None
         controller = next(part for part in ours.runtime.features if isinstance(part, PlanController))
         plan, problem = controller.plan, controller.problem
         assert plan is not None and problem is not None, "there is no plan yet"
         ours.runtime.reset_peak()
-        for _ in range(5):
+        for _ in range(MEASURED):
             ours.step(microbatches)
         values = ours.metrics()
         peaks.append(values["activation_peak_bytes"] + values["state/resident_peak_bytes"])
-        ratios.append((plan.peak / peaks[-1], plan.seconds / statistics.median(ours.seconds[-5:])))
+        ratios.append((plan.peak / peaks[-1], plan.seconds / statistics.median(ours.seconds[-MEASURED:])))
         if len(ratios) < PLANS:
             ours.close()
     # What every block recomputed saves is the peak of that plan less the state in it.
@@ -416,7 +421,7 @@ def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dic
     recompute = OurWay(arguments, {**section, "device_limit": whole // 4 - every.peak}, recomputed=True)
     kept = OurWay(arguments)
     for way in (recompute, kept):
-        for _ in range(12):
+        for _ in range(10 + MEASURED):
             way.step(microbatches)
     ways: dict[str, Way] = {"planned": ours, "recompute": recompute, "plain": kept}
     seconds = {
@@ -427,6 +432,7 @@ def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dic
         "peak_error": max(abs(peak - 1) for peak, _ in ratios),
         "step_time_error": abs(statistics.median(ratio for _, ratio in ratios) - 1),
         "step_time_ratios": [ratio for _, ratio in ratios],
+        "step_time_noise": noise(seconds["planned"]),
         "largest_model_ratio": whole / max(peaks),
         "plan": plan.summary(),
         "persistent_chunks": ours.metrics()["state/persistent_chunks"],
@@ -437,6 +443,15 @@ def planned(arguments: Any, microbatches: Sequence[Any], directory: Path) -> dic
     ours.close()
     recompute.close()
     return figures
+
+
+def noise(seconds: Sequence[float]) -> float:
+    """Return half of the distance of the quartiles of medians of `MEASURED` steps in a row, over their median."""
+    medians = [
+        statistics.median(seconds[at : at + MEASURED]) for at in range(max(2, len(seconds) - MEASURED + 1))
+    ]
+    first, middle, third = statistics.quantiles(medians, n=4)
+    return (third - first) / 2 / middle
 
 
 def papers() -> dict[str, Any]:

@@ -281,15 +281,17 @@ class Blocks(PlanSubject):
         self._recorder.request("plan", self._steps >= WARM_UP)
         if self._steps > WARM_UP:
             self._records.append(record)
+        enough = RECORDED
         if self._state is not None:
-            self._state.step_ended(self._steps, recorded=self._steps > WARM_UP)
-        del self._records[:-RECORDED]
+            enough *= self._state.kinds
+            self._state.step_ended(self._steps, record if self._steps > WARM_UP else None)
+        del self._records[:-enough]
         recorded = {serial for one in self._records for _, serial, _ in one.order}
         self._found = {serial: self._found[serial] for serial in self._found.keys() & recorded}
-        if len(self._records) < RECORDED:
+        if len(self._records) < enough:
             return []
         unknown = self._movable and not self.controller.derating.known
-        if unknown and self._steps < WARM_UP + RECORDED + UNMEASURED_STEPS:
+        if unknown and self._steps < WARM_UP + enough + UNMEASURED_STEPS:
             return []
         device = self._engine.device
         event = device.record(device.current_stream())
@@ -352,6 +354,10 @@ class Blocks(PlanSubject):
         state = None if self._state is None else self._state.costs()
         of = functools.partial(problem_of, self._measured, self._order, machine, self.impure, state=state)
         problem = of()
+        if self._state is not None:
+            meanwhile = [self._meanwhile(piece, problem) for piece in self._measured]
+            state = self._state.slowed(problem, meanwhile)
+            problem = of(state=state)
         if self.agreement.recomputed is None:
             self.agreement.decide(lambda: self._best_recomputed(problem))
             recomputed = self.agreement.recomputed
@@ -360,10 +366,16 @@ class Blocks(PlanSubject):
             may_recompute = recomputed or "recompute" in problem.actions
             self.note = "" if may_recompute else self._nothing_to_recompute()
         if self.agreement.recomputed is not None:
-            problem = of(self.agreement.recomputed)
+            problem = of(self.agreement.recomputed, state=state)
         if self._compact is not None and "compress" not in problem.actions:
             logger.warning("ssdtrain.plan: compressed inputs of linear layers save nothing in any block")
         return problem
+
+    def _meanwhile(self, piece: MeasuredBlock, problem: SearchProblem) -> str:
+        """The action of a block in the steps that were profiled."""
+        tiers = problem.machine.tiers
+        action = "recompute" if piece.recomputed else tiers[0].name if self._leaves and tiers else "keep"
+        return action if action in problem.actions else "keep"
 
     def _best_recomputed(self, problem: SearchProblem) -> list[str]:
         """Names of the blocks that the best plan recomputes.

@@ -159,8 +159,8 @@ def plan_table(
         what, passes = "peak of activations and model state", "step"
         chunks = len(problem.state.chunks)
         lines.append(
-            f"  model state: {best.state.persistent} of {chunks} chunks stay, {best.state.buffers} of the others are there at a "
-            f"time: {size_text(best.state.limit)}"
+            f"  model state: {best.state.persistent} of {chunks} chunks stay, {best.state.buffers:g} of the others are there "
+            f"at a time: {size_text(best.state.limit)}"
         )
     bound = "" if limit is None else f" of {size_text(limit)}"
     for which, plan in zip(["predicted", *["next best"] * 3], plans, strict=False):

@@ -13,12 +13,20 @@ With chunks stepped on the device it comes after the passes, is no part of the s
 no chunk, for a byte that stays, for a byte that passes. The last is measured with two buffers and with one, with which nothing
 is loaded meanwhile: profiled steps take turns. What the CPU steps is a part of the simulation, with the seconds that its thread
 takes for a byte: `ssdtrain.planner.model.streaming`, Note: [Steps on CPUs].
+
+Note: [Cores that transfers take]
+Where the CPU is the device, transfers take cores and memory bandwidth from computation: threads copy, compute checksums and call
+drives, and a block is measured where there are fewer of them than elsewhere (the last one of a kind: no gradient is written yet).
+The simulation lets both run beside each other. What the passes of profiled steps took longer than it says of these very steps
+is laid on the bytes that came in them (`PassingCosts.work`): a plan with fewer transfers is charged less.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -28,7 +36,8 @@ from ssdtrain.planner.derating import Bandwidths, Rates
 from ssdtrain.planner.judge import Judge
 from ssdtrain.planner.model.types import Block, Link, Tier
 from ssdtrain.planner.parts import streamed
-from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step
+from ssdtrain.planner.plans import Limits, NoPlan, Objective, Plan, SearchProblem, kept_step, play
+from ssdtrain.profile.passes import StepRecord
 from ssdtrain.state.feature import ModelState
 from ssdtrain.state.plan import CHUNK_BUFFERS, StateChoice, StateChunk
 from ssdtrain.state.residency import StateTimes
@@ -37,6 +46,9 @@ __all__ = ["StateCosts", "StateProfile", "best_with_state", "choices_of", "same_
 
 BETWEEN = 6
 """Numbers of chunks that stay which are tried between the fewest and the most."""
+
+TRIES = 8
+"""Steps that are simulated to find what transfers take from computation."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +74,10 @@ class StateCosts:
         tier: the drives; None: host memory.
         outside: seconds of the optimizer for what is in no chunk.
         staying: seconds of the optimizer for a byte of parameters that stays.
-        passing, alone: of those that pass, with two buffers and with one.
+        passing, alone: of those that pass, with `several` buffers and with one.
         stepping: seconds of the CPU for a byte of the parameters that it steps.
         steps_inside: it does while backward runs.
+        several: number of buffers that is tried beside one.
     """
 
     chunks: Sequence[StateChunk]
@@ -76,12 +89,13 @@ class StateCosts:
     alone: PassingCosts = PassingCosts()
     stepping: float = 0.0
     steps_inside: bool = False
+    several: float = CHUNK_BUFFERS
 
-    def choice(self, persistent: int, buffers: int) -> StateChoice:
+    def choice(self, persistent: int, buffers: float) -> StateChoice:
         """Return the choice of so many chunks that stay, with its limit."""
         staying, moving = self.chunks[:persistent], self.chunks[persistent:]
         rest = [chunk.passing - chunk.staying for chunk in staying] + [chunk.passing for chunk in moving]
-        nbytes = self.fixed + sum(chunk.staying for chunk in staying) + buffers * max(rest, default=0)
+        nbytes = self.fixed + sum(chunk.staying for chunk in staying) + int(buffers * max(rest, default=0))
         return StateChoice(persistent, buffers, nbytes)
 
     def seconds(self, choice: StateChoice) -> float:
@@ -91,7 +105,7 @@ class StateCosts:
         return self.outside + self.staying * staying + self._passing(choice).step * moving
 
     def _passing(self, choice: StateChoice) -> PassingCosts:
-        return self.alone if choice.buffers < CHUNK_BUFFERS else self.passing
+        return self.alone if choice.buffers == 1 else self.passing
 
     def applied(self, problem: SearchProblem, choice: StateChoice) -> SearchProblem:
         """Return the problem of blocks that is left of `problem` under `choice`."""
@@ -129,7 +143,7 @@ class StateCosts:
         machine = replace(
             problem.machine,
             state=self.tier,
-            state_buffers=choice.buffers,
+            state_buffers=math.ceil(choice.buffers),
             state_room=max(0, choice.limit - there - max((chunk.gradients for chunk in moving), default=0)),
             state_work=self._passing(choice).work,
             steps_inside=self.steps_inside,
@@ -147,11 +161,7 @@ class StateCosts:
 def choices_of(costs: StateCosts) -> list[StateChoice]:
     """List all choices."""
     count = len(costs.chunks)
-    return [
-        costs.choice(number, buffers)
-        for number in range(count + 1)
-        for buffers in range(CHUNK_BUFFERS, 0, -1)
-    ]
+    return [costs.choice(number, buffers) for number in range(count + 1) for buffers in (costs.several, 1)]
 
 
 def best_with_state(
@@ -179,7 +189,7 @@ def best_with_state(
 
     def try_number(number: int) -> None:
         assert limits.device is not None
-        for buffers in range(CHUNK_BUFFERS, 0, -1):
+        for buffers in (costs.several, 1):
             choice = costs.choice(number, buffers)
             if choice in found:
                 continue
@@ -229,8 +239,12 @@ class StateProfile:
     def __init__(self, state: ModelState, name: str, link: Link | None) -> None:
         self._state, self._name, self._link = state, name, link
         self._bandwidths, self._before = Bandwidths(), StateTimes()
-        self._alone = False  # this step runs with one buffer
+        self._alone, self._several = (
+            False,
+            float(CHUNK_BUFFERS),
+        )  # this step runs with one buffer; else with so many
         self._times: dict[bool, list[StateTimes]] = {False: [], True: []}  # of steps with one, and with more
+        self._passes: dict[bool, list[float]] = {False: [], True: []}  # seconds of a pass of these
         self._rates: list[Rates] = []
 
     @property
@@ -240,26 +254,49 @@ class StateProfile:
 
     def begin(self) -> None:
         """Forget what was measured: steps run otherwise from now on."""
-        for times in self._times.values():
-            times.clear()
+        for alone in (False, True):
+            self._times[alone].clear()
+            self._passes[alone].clear()
         self._rates.clear()
         self._take_turns(alone=False)
         self._measure()
 
-    def step_ended(self, number: int, *, recorded: bool) -> None:
-        """Measure the step of this number, from 1. The time of its passes counts if it was `recorded`; that of an optimizer which
-        has its state does in any case."""
+    @property
+    def kinds(self) -> int:
+        """Number of kinds of steps that a plan needs enough of: on a CPU, where times vary most, those with one buffer and the
+        others are told apart."""
+        return 2 if self._link is None and self._state.planned_chunks() else 1
+
+    def step_ended(self, number: int, record: StepRecord | None) -> None:
+        """Measure the step of this number, from 1. The time of its passes counts if it was recorded; that of an optimizer which
+        has its state does in any case.
+
+        Args:
+            record: of its passes; None: it was not recorded.
+        """
         times, rates = self._measure()
-        if recorded or number > 1:
+        if record is not None or number > 1:
             self._times[self._alone].append(times)
-        if recorded:
+        if record is not None:
             self._rates.append(rates)
+            if self._link is None:
+                seconds = [one.ended - one.began for one in record.passes()]
+                self._passes[self._alone].append(statistics.fmean(seconds or [0.0]))
         self._take_turns(alone=not self._alone)
 
     def _take_turns(self, *, alone: bool) -> None:
         chunks = self._state.planned_chunks()
         self._alone = alone and bool(chunks)
-        self._state.narrow(StateCosts(chunks, self._state.fixed).choice(0, 1).limit if self._alone else None)
+        costs = StateCosts(chunks, self._state.fixed)
+        self._several = self._several_of(costs)
+        limit = costs.choice(0, 1 if self._alone else self._several).limit
+        narrows = self._alone or (self._several < CHUNK_BUFFERS and limit < self._state.limit)
+        self._state.narrow(limit if narrows else None)
+
+    def _several_of(self, costs: StateCosts) -> float:
+        """Return `StateCosts.several`: where two do not fit, on a CPU, the parameters and gradients of the next chunk may."""
+        small = self._link is None and self._state.limit < costs.choice(0, CHUNK_BUFFERS).limit
+        return 1.5 if small else CHUNK_BUFFERS
 
     def _measure(self) -> tuple[StateTimes, Rates]:
         now = self._state.times()
@@ -290,7 +327,36 @@ class StateProfile:
             of(alone),
             times.stepping / times.stepped_bytes if times.stepped_bytes else 0.0,
             self._state.steps_inside,
+            self._several,
         )
+
+    def slowed(self, problem: SearchProblem, actions: Sequence[str]) -> StateCosts | None:
+        """Return the costs of `problem` with what transfers took from computation: see Note: [Cores that transfers take].
+
+        Args:
+            actions: of the steps that were measured.
+        """
+        costs = problem.state
+        if costs is None or self._link is not None:
+            return costs
+
+        def of(known: PassingCosts, buffers: float, seconds: Sequence[float]) -> PassingCosts:
+            left = replace(costs.applied(problem, costs.choice(0, buffers)), after=0.0)
+            passes = Counter(one.kind for one in left.order)
+            came = sum(
+                passes["forward"] * block.forward_loads + passes["backward"] * block.backward_loads
+                for block in left.blocks
+            )
+            measured = statistics.median(seconds) * len(left.order) if seconds else 0.0
+            work = known.work
+            for _ in range(TRIES if measured and came else 0):  # what is added hides a part of the transfers
+                left = replace(left, machine=replace(left.machine, state_work=work))
+                work = max(0.0, work + (measured - play(left, actions).seconds) / came)
+            return replace(known, work=work)
+
+        several, alone = self._passes[False], self._passes[True]
+        passing = of(costs.passing, costs.several, several or alone)
+        return replace(costs, passing=passing, alone=of(costs.alone, 1, alone or several))
 
     def follow(self, choice: StateChoice) -> None:
         """Carry out a choice from the next forward on."""

@@ -39,12 +39,12 @@ class StateChoice:
 
     Attributes:
         persistent: the first so many chunks stay; where the CPU steps them, their parameters.
-        buffers: chunks that may be in memory beside these.
+        buffers: chunks that may be in memory beside these; 1.5: one, and parts of the next.
         limit: bytes on the device at most.
     """
 
     persistent: int
-    buffers: int
+    buffers: float
     limit: int
 
 

@@ -8,10 +8,12 @@ import pytest
 
 from ssdtrain.planner import joint
 from ssdtrain.planner.finder import Goal, PlanFinder
-from ssdtrain.planner.joint import PassingCosts, StateCosts, choices_of
+from ssdtrain.planner.joint import PassingCosts, StateCosts, StateProfile, choices_of
 from ssdtrain.planner.model.types import Block, Link, Machine, Tier, one_after_the_other
 from ssdtrain.planner.plans import NoPlan, SearchProblem, actions_for, kept_step, play
-from ssdtrain.state.plan import StateChunk
+from ssdtrain.profile.passes import PassTimes
+from ssdtrain.state.plan import StateChoice, StateChunk
+from ssdtrain.state.residency import StateTimes
 
 MB = 10**6
 
@@ -124,3 +126,75 @@ def test_gradients_of_chunks_that_stay_come_back_for_the_next_microbatch(
     without = [dataclasses.replace(block, backward_loads=0) for block in left.blocks]
     more = kept_step(left).seconds - kept_step(dataclasses.replace(left, chunks=[without])).seconds
     assert (more > 0) == (microbatches > 1)
+
+
+class MeasuredState:
+    """Stands for `ModelState`: chunks of a problem, and no seconds of the optimizer."""
+
+    limit = fixed = 0
+    steps_inside = False
+
+    def __init__(self, problem: SearchProblem) -> None:
+        self.planned_chunks = lambda: problem.state.chunks
+        self.narrow = lambda limit: None
+        self.times, self.tiers = StateTimes, dict
+
+
+class MeasuredPasses:
+    """Stands for `StepRecord`: a forward and a backward of so many seconds in all."""
+
+    def __init__(self, seconds: float) -> None:
+        self.passes = lambda: [PassTimes(kind, 0, 0.0, seconds / 2, ()) for kind in ("forward", "backward")]
+
+
+@pytest.mark.parametrize("link", [False, True])
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_passes_of_a_cpu_take_as_long_as_measured_beside_transfers(link: bool, buffers: int) -> None:
+    """On a CPU transfers take cores from computation: what they took in the profiled steps is laid on the bytes that come."""
+    problem = problem_of(3, 8, drives=True, link=link)
+    choice, actions = problem.state.choice(0, buffers), ["recompute"] * 7 + ["keep"]
+
+    def seconds(state: StateCosts, choice: StateChoice) -> float:
+        left = state.applied(problem, choice)
+        return play(dataclasses.replace(left, after=0.0), actions).seconds
+
+    measured = {number: 1.3 * seconds(problem.state, problem.state.choice(0, number)) for number in (1, 2)}
+    profile = StateProfile(MeasuredState(problem), "ssd", problem.machine.link)
+    profile.begin()
+    for number in range(1, 9):  # with two buffers and with one, in turn
+        record = MeasuredPasses(measured[2 if number % 2 else 1])
+        profile.step_ended(number, record if number > 2 else None)
+    slowed = profile.slowed(problem, actions)
+    if link:
+        assert slowed == problem.state
+        return
+    assert seconds(slowed, choice) == pytest.approx(measured[buffers], rel=0.01)
+    added = measured[buffers] - measured[buffers] / 1.3
+    longer = [seconds(state, state.choice(4, buffers)) for state in (problem.state, slowed)]
+    assert 0.3 * added < longer[1] - longer[0] < 0.7 * added  # half of the bytes come
+
+
+@pytest.mark.parametrize("link", [False, True])
+def test_on_a_cpu_parts_of_the_next_chunk_come_ahead_where_a_second_one_has_no_room(link: bool) -> None:
+    problem = problem_of(3, 8, link=link)
+    state = MeasuredState(problem)
+    costs = StateCosts(problem.state.chunks, 0)
+    state.limit = (costs.choice(0, 1).limit + costs.choice(0, 2).limit) // 2
+    narrowed: list[int | None] = []
+    state.narrow = narrowed.append
+    profile = StateProfile(state, "ssd", problem.machine.link)
+    profile.begin()
+    for number in range(1, 9):
+        profile.step_ended(number, MeasuredPasses(1.0) if number > 2 else None)
+    found = profile.costs()
+    assert found is not None
+    assert found.several == (2 if link else 1.5)
+    assert {choice.buffers for choice in choices_of(found)} == {1, found.several}
+    assert set(narrowed) == {
+        costs.choice(0, 1).limit,
+        None,
+    }  # it is measured with the limit that it would have
+    state.limit += 1
+    narrowed.clear()
+    profile.begin()
+    assert narrowed == [None if link else costs.choice(0, 1.5).limit]

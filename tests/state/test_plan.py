@@ -134,8 +134,8 @@ def test_a_plan_knows_that_the_cpu_bounds_the_step(clip: str) -> None:
         assert controller.plan is not None
         predicted, timeline = controller.plan.seconds, controller.plan.timeline
     asleep = (layers + 1) * SlowAdamW.SECONDS  # what is in no chunk is stepped by the loop
-    # Passes may take any time on a machine that has other work, and hide as much of the steps.
-    assert timeline.step_wait > 0.5 * asleep - timeline.compute_seconds
+    # Passes may take any time on a machine that has other work, and hide as much of the steps; loads wait for memory in them.
+    assert timeline.step_wait + timeline.load_stall > 0.5 * asleep - timeline.compute_seconds
     assert 0.95 * asleep < predicted < 1.5 * asleep + timeline.compute_seconds
 
 
@@ -196,7 +196,7 @@ def test_there_is_one_limit(tmp_path: Any) -> None:
 @pytest.mark.parametrize("tier", ["host", "drives"])
 def test_one_key_puts_model_state_in_chunks(tier: str, tmp_path: Any) -> None:
     """State of four times the limit, in a config without the section."""
-    recipe = Recipe(steps=9, model={"layers": 16, "width": 128})
+    recipe = Recipe(steps=12, model={"layers": 16, "width": 128})
     losses, parameters, _ = plain(recipe)
     model = make_model(layers=16, width=128)
     optimizer = recipe.optimizer(list(model.parameters()))
