@@ -100,6 +100,7 @@ class Trial:
         # Of whole blocks, since all plans are tried.
         self.problem: SearchProblem = replace(self.auto.problem, by_parts=False)
         self.auto.detach()  # what it planned is not followed: plans are carried out one after the other
+        self.engine.modules.watch(self.model, owner=self)  # it may have moved nothing, and needed no names
         policy = self.engine.policy
         assert isinstance(policy, BlockPolicy)
         self.policy = policy

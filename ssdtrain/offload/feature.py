@@ -92,6 +92,7 @@ class ActivationOffload(Feature):
         """Budget of the drives; limits what "auto" offloads where the config has `offload.endurance`."""
         self.checks = StepChecks(self.engine, self.store, self.endurance, offload, place, planned=planned)
         self._tapes: dict[tuple[int, int], weakref.ref[Tape]] = {}
+        self._models: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._steps_end = False  # or begin: the next end will be known
 
     # The model
@@ -99,7 +100,16 @@ class ActivationOffload(Feature):
     def attach(self, model: nn.Module) -> None:
         """The parameters and buffers of `model` never move."""
         self.engine.eligible.register(model)
-        if self.engine.policy.needs_modules or self.engine.prover is not None:
+        self._models.add(model)
+        self.name_modules(self.engine.policy.needs_modules)
+
+    def name_modules(self, needed: bool) -> None:
+        """Have hooks on all modules, which name those that save tensors, from the next forward on; or none, where what is done
+        with these does not depend on it. Called between steps."""
+        if not needed and self.engine.prover is None:
+            self.engine.modules.close(self)
+            return
+        for model in self._models:
             self.engine.modules.watch(model, owner=self)
 
     def detach(self) -> None:

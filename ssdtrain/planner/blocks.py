@@ -225,11 +225,7 @@ class Blocks(PlanSubject):
 
     def moves(self) -> bool:
         plan, problem = self.controller.plan, self.controller.problem
-        return (
-            plan is not None
-            and problem is not None
-            and any(problem.choice(name).tier != DEVICE for name in plan.actions)
-        )
+        return plan is not None and problem is not None and _moves(problem, plan)
 
     # Profiling
 
@@ -247,6 +243,7 @@ class Blocks(PlanSubject):
         self._recomputed = meanwhile if agreed is None else agreed
         self.controller.arena_used(self._leaves)
         self._actions.profile(self._recomputed, offload=self._tiers)
+        self._offload.name_modules(self._policy.needs_modules)
         if self._state is not None:
             self._state.begin()
         self._spans = BlockSpans(self._blocks, self._engine)
@@ -413,6 +410,8 @@ class Blocks(PlanSubject):
         if self._state is not None and plan.state is not None and (not before or before.state != plan.state):
             self._state.follow(plan.state)
         self._actions.follow(self._measured, plan.actions, self._largest, self.agreement.recomputed)
+        encodes = any(problem.choice(name).encode for name in plan.actions)
+        self._offload.name_modules(encodes or _moves(problem, plan))
         return False
 
     @property
@@ -445,6 +444,11 @@ class Blocks(PlanSubject):
     def description(self) -> str:
         limit = self._config.device_limit
         return f"plan: auto, {len(self._blocks)} blocks" + ("" if limit is None else f", {limit} bytes")
+
+
+def _moves(problem: SearchProblem, plan: Plan) -> bool:
+    """Whether something leaves the device under `plan`."""
+    return any(problem.choice(name).tier != DEVICE for name in plan.actions)
 
 
 def bound_stores(engine: OffloadEngine, tape_bytes: int) -> None:

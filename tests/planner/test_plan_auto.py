@@ -109,6 +109,7 @@ def test_the_peak_of_offloading_everything_is_as_predicted_whatever_the_drive_do
         auto, engine = auto_of(runtime), runtime.engine
         assert auto.problem is not None and isinstance(engine.policy, BlockPolicy)
         auto.detach()
+        engine.modules.watch(model, owner=auto)
         names = {f"blocks.{number}" for number in range(LAYERS)}
         auto.arena_used(True)
         engine.policy.follow({name: "offload" for name in names})
@@ -313,3 +314,21 @@ def _sharded(rank: int, directory: str) -> list[bool]:
 def test_fsdp2_with_a_plan_has_the_bits_of_fsdp2_without(tmp_path: Path) -> None:
     for found in on_ranks(2, _sharded, str(tmp_path)):
         assert found == [True] * 4
+
+
+@pytest.mark.parametrize("limit", [4 << 20, 1 << 30], ids=["recompute", "keep"])
+def test_a_plan_that_moves_nothing_has_no_hooks_on_modules(limit: int) -> None:
+    """What is done with a saved tensor does not depend on who saved it; where steps are profiled again, hooks come back."""
+    model = gpt()
+    with ssdtrain.attach(model, {"plan": {"device_limit": limit}, **QUIET}) as runtime:
+        assert runtime.engine is not None
+        modules = runtime.engine.modules
+        assert modules.watching
+        train(model)
+        plan = auto_of(runtime).plan
+        assert plan is not None and ("recompute" in plan.actions) == (limit < 1 << 30)
+        assert not modules.watching
+        for _ in range(2):
+            model(torch.randint(256, (16, 64)), torch.randint(256, (16, 64))).backward()
+            torch.optim.SGD(model.parameters()).step()
+        assert modules.watching  # for forwards of another size
