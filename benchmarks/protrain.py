@@ -12,8 +12,8 @@ gradients are copied there, and all weights back.
   is beside them.
 - Against the section `state` all blocks are on the drive, and two at a time in memory.
 - `plan` beside `state`: activations and state within a quarter of the state, against recomputing every block with the state that
-  then fits. Its predictions are compared with what was measured: `step_time_ratios` has predicted over measured seconds of each of
-  three plans, uncorrected, and `step_time_noise` how far medians of as many steps of one plan lie apart in that run (half of the
+  then fits. Its predictions are compared with what was measured: `step_time_ratios` has predicted over measured seconds of three
+  plans, uncorrected, and `step_time_noise` how far medians of as many steps of one plan lie apart in that run (half of the
   quartiles' distance, over the median).
 - On ProTrain's machine nothing is run: see `benchmarks.protrain_simulated`.
 """

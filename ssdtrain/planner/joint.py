@@ -340,7 +340,7 @@ class StateProfile:
         if costs is None or self._link is not None:
             return costs
 
-        def of(known: PassingCosts, buffers: float, seconds: Sequence[float]) -> PassingCosts:
+        def work_of(known: PassingCosts, buffers: float, seconds: Sequence[float]) -> float:
             left = replace(costs.applied(problem, costs.choice(0, buffers)), after=0.0)
             passes = Counter(one.kind for one in left.order)
             came = sum(
@@ -352,11 +352,19 @@ class StateProfile:
             for _ in range(TRIES if measured and came else 0):  # what is added hides a part of the transfers
                 left = replace(left, machine=replace(left.machine, state_work=work))
                 work = max(0.0, work + (measured - play(left, actions).seconds) / came)
-            return replace(known, work=work)
+            return work
 
+        # One for both: times vary more than a byte's share of the cores differs between them.
         several, alone = self._passes[False], self._passes[True]
-        passing = of(costs.passing, costs.several, several or alone)
-        return replace(costs, passing=passing, alone=of(costs.alone, 1, alone or several))
+        work = statistics.fmean(
+            (
+                work_of(costs.passing, costs.several, several or alone),
+                work_of(costs.alone, 1, alone or several),
+            )
+        )
+        return replace(
+            costs, passing=replace(costs.passing, work=work), alone=replace(costs.alone, work=work)
+        )
 
     def follow(self, choice: StateChoice) -> None:
         """Carry out a choice from the next forward on."""

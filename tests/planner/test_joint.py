@@ -168,7 +168,7 @@ def test_passes_of_a_cpu_take_as_long_as_measured_beside_transfers(link: bool, b
     if link:
         assert slowed == problem.state
         return
-    assert seconds(slowed, choice) == pytest.approx(measured[buffers], rel=0.01)
+    assert seconds(slowed, choice) == pytest.approx(measured[buffers], rel=0.1)
     added = measured[buffers] - measured[buffers] / 1.3
     longer = [seconds(state, state.choice(4, buffers)) for state in (problem.state, slowed)]
     assert 0.3 * added < longer[1] - longer[0] < 0.7 * added  # half of the bytes come
