@@ -169,7 +169,7 @@ class ActivationOffload(Feature):
         self.engine.drain()
         self.engine.grow(between_steps=True)
         if self._trial is not None and not step.closing:
-            self._trial.step_ended()
+            self._trial.step_ended(failed=step.failed)
         self.checks.step_ended(step)
 
     def on_unended_step(self) -> str:
@@ -228,4 +228,6 @@ class ActivationOffload(Feature):
             closing.callback(self.engine.drain)  # what the store has waited for gives its buffers back
             closing.callback(self._close_store)
             closing.callback(self.engine.close)
+            if self._trial is not None:
+                closing.callback(self._trial.close)
             closing.callback(self.detach)

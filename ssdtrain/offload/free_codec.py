@@ -8,8 +8,11 @@ the cheapest first:
 1. At start: do its kernels take less time for a byte than the link to host memory saves by what it does not carry? Both are
    measured. Drives are slower than the link. A CPU has no link: there only the codec in C is measured.
 2. In the first steps, which have no codec (`PRICED_STEPS`): are transfers waited for longer than the codec would take?
-3. In `TRIED_STEPS` more, every other one of which has it: is each of these shorter than its neighbour, by seconds for a byte that
-   is saved, and their peak of activation memory no higher?
+3. In more, half of which have it (`TRIAL`): is each of these shorter than its neighbour, by seconds for a byte that is saved, and
+   their peak of activation memory no higher? Of two neighbours the first has it, or the second, since steps may be of two kinds
+   in turn, as of two sets of data.
+
+A step that an exception ends is not counted. With the codec it may have wanted for memory: then the trial is over.
 
 They are asked again every `ASKED_AGAIN` steps, since a drive, a sequence length or another job may change the answer.
 
@@ -25,6 +28,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,10 +55,10 @@ DTYPES = (torch.bfloat16, torch.float32)
 CODEC_PROBE, CPU_CODEC_PROBE = 64 * MiB, 4 * MiB  # bytes of the tensor that is encoded
 REPEATS = 3
 UNTRIED_STEPS = 2
-"""Number of steps before the trial, which have costs of their own."""
+"""Number of steps at the start, and of a trial, which have costs of their own."""
 PRICED_STEPS = 2
-TRIED_STEPS = 6
-"""Number of steps with and without the codec in turn; even."""
+TRIAL = (True, False, True, False, False, True, True, False)
+"""Whether each step of a trial has the codec. The first `UNTRIED_STEPS` do not count; the others are compared two by two."""
 ASKED_AGAIN = 1000
 """Number of steps after which the answer is looked for again."""
 MINIMUM_GAIN = 0.01
@@ -127,16 +131,19 @@ class _Priced(NamedTuple):
 
     def waited(self) -> float:
         """Seconds that what computes waited for transfers."""
-        return _waited(self.record) if self.record.order else self.host
+        return _waited(_regions(self.record)) if self.record.order else self.host
 
 
 class _Tried(NamedTuple):
     """A step of the trial."""
 
     encoded: bool
-    record: StepRecord
     peak: int
     """Bytes of activation memory."""
+    saved: int
+    """Bytes of saved tensors."""
+    seconds: float
+    """Duration of forwards and backwards."""
 
 
 class CodecTrial:
@@ -165,12 +172,15 @@ class CodecTrial:
         self._number = 0
         self._priced: list[_Priced] = []
         self._tried: list[_Tried] = []
+        self._unread: deque[tuple[bool, int, StepRecord]] = (
+            deque()
+        )  # of the same, which the device has not passed
         self._trying = self._chosen is not None
         if self._trying or self._engine.device.kind != "cpu":
             self._engine.recorder.request("codec", True)
 
-    def step_ended(self) -> None:
-        """A step is over, and none has begun."""
+    def step_ended(self, *, failed: bool = False) -> None:
+        """A step is over, by an exception where it has `failed`, and none has begun."""
         if self.over:
             self._rest -= 1
             if not self._rest:
@@ -181,13 +191,15 @@ class CodecTrial:
         nbytes, seconds = left - self._left, waited - self._waited
         self._left, self._waited = left, waited
         peak = engine.meter.begin_recent().alive
-        if not (nbytes or record.order):
+        encoded = engine.coding.rule is not None
+        if failed and self._trying and encoded:
+            self.end(None, "a step with it has failed")
+        if failed or not (nbytes or record.order):
             return
         # 1. What this step is for.
         self._number += 1
-        encoded = engine.coding.rule is not None
-        if self._trying and len(self._tried) < TRIED_STEPS and self._number > UNTRIED_STEPS:
-            self._tried.append(_Tried(encoded, record, peak))
+        if self._trying and UNTRIED_STEPS < self._number <= len(TRIAL):
+            self._unread.append((encoded, peak, record))
         elif not self._trying and UNTRIED_STEPS < self._number <= UNTRIED_STEPS + PRICED_STEPS:
             self._priced.append(_Priced(nbytes, seconds, record))
         # 2. Whether it is worth a trial, when the device has passed all.
@@ -198,23 +210,28 @@ class CodecTrial:
             if any(one.waited() <= one.nbytes * price for one in self._priced):
                 self.end(None, "transfers are waited for less than it would take")
                 return
-            self._trying, self._number = True, 0
+            self._trying, self._number, self._priced = True, 0, []
             engine.recorder.request("codec", True)
         # 3. The next step, or the end.
-        if len(self._tried) < TRIED_STEPS:
-            engine.coding.use(None if encoded else self._rule)
-        elif all(one.record.passed() for one in self._tried):
+        self._read()
+        if self._number < len(TRIAL):
+            engine.coding.use(self._rule if TRIAL[self._number] else None)
+        elif not self._unread:
             self._judge()
+
+    def _read(self) -> None:
+        """Note the times of the steps that the device has passed: the records of a step with many microbatches are large."""
+        while self._unread and self._unread[0][2].passed():
+            encoded, peak, record = self._unread.popleft()
+            regions = _regions(record)
+            saved = sum(region.nbytes for region in regions)
+            self._tried.append(_Tried(encoded, peak, saved, _total(regions)))
 
     def _judge(self) -> None:
         # Steps of other sequence lengths save other bytes, and take other times.
-        saved = median(_saved_bytes(one.record) for one in self._tried)
+        saved = median(one.saved for one in self._tried)
         coded, plain = (
-            [
-                _total(record) / max(1, _saved_bytes(record)) * saved
-                for encoded, record, _ in self._tried
-                if encoded is way
-            ]
+            [one.seconds / max(1, one.saved) * saved for one in self._tried if one.encoded is way]
             for way in (True, False)
         )
         high, low = (max(one.peak for one in self._tried if one.encoded is way) for way in (True, False))
@@ -231,6 +248,7 @@ class CodecTrial:
         """Encode by `rule` from here on, or nothing."""
         self.over, self._rest = True, ASKED_AGAIN
         self._priced, self._tried = [], []
+        self._unread.clear()
         self._engine.recorder.request("codec", False)
         self._engine.coding.use(rule)
         if rule != self._chosen or not self.decision:
@@ -239,24 +257,27 @@ class CodecTrial:
             logger.info("%s", self.decision)
         self._chosen = rule
 
+    def close(self) -> None:
+        """Record nothing any more, and decide nothing: the engine, which tapes may hold, is closed."""
+        self.over, self._rest = True, 0  # of which no step leaves none
+        self._priced, self._tried = [], []
+        self._unread.clear()
+        self._engine.recorder.request("codec", False)
+
 
 def _regions(record: StepRecord) -> list[RegionTimes]:
     return [region for tape in record.tapes() for region in tape.regions]
 
 
-def _saved_bytes(record: StepRecord) -> int:
-    return sum(region.nbytes for region in _regions(record))
-
-
-def _waited(record: StepRecord) -> float:
+def _waited(regions: list[RegionTimes]) -> float:
     """Seconds that the device waited for transfers."""
-    return sum(region.store_stall + region.load_stall for region in _regions(record))
+    return sum(region.store_stall + region.load_stall for region in regions)
 
 
-def _total(record: StepRecord) -> float:
+def _total(regions: list[RegionTimes]) -> float:
     """Seconds of forwards and backwards."""
-    computed = (one.forward + one.backward + one.storing + one.loading for one in _regions(record))
-    return _waited(record) + sum(computed)
+    computed = (one.forward + one.backward + one.storing + one.loading for one in regions)
+    return _waited(regions) + sum(computed)
 
 
 def is_free(saved: float, seconds: float, link: tuple[float, float]) -> bool:

@@ -105,7 +105,7 @@ def test_the_default_tries_it_and_changes_no_bit_and_no_peak(
     monkeypatch.setattr(free_codec, "PRICED_STEPS", 1)
     monkeypatch.setattr(free_codec, "MINIMUM_GAIN", -1e9)
     monkeypatch.setattr(CudaDevice, "link_bandwidth", lambda device: (1.0, 1.0))
-    steps = free_codec.UNTRIED_STEPS + 1 + free_codec.UNTRIED_STEPS + free_codec.TRIED_STEPS + 2
+    steps = free_codec.UNTRIED_STEPS + 1 + len(free_codec.TRIAL) + 2
     with emulated_cuda.settings(delay_ms=0.0, h2d_gbps=0.5, d2h_gbps=0.5):
         plain, weights = trained("off", tmp_path, steps)
         peak, others = trained(None, tmp_path, steps)

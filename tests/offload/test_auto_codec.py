@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import weakref
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ import torch
 
 from ssdtrain.config import load_config
 from ssdtrain.offload import build, free_codec
-from ssdtrain.offload.free_codec import PRICED_STEPS, TRIED_STEPS, UNTRIED_STEPS
+from ssdtrain.offload.free_codec import PRICED_STEPS, TRIAL, UNTRIED_STEPS
 from ssdtrain.offload.metrics import OffloadMetrics
 from ssdtrain.profile.passes import StepRecord
 from ssdtrain.runtime import Runtime
@@ -20,7 +22,6 @@ from tests.support.saved import bits
 
 BEFORE = UNTRIED_STEPS + PRICED_STEPS
 """Number of steps before the trial."""
-TRIAL = UNTRIED_STEPS + TRIED_STEPS
 TENSORS = [torch.randn(1 << 16).bfloat16(), torch.randn(1 << 16)]
 
 
@@ -29,23 +30,22 @@ class Waits:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.each, self.total, self.coded = 1.0, 0.0, 0.5
-        self.encoded: dict[int, bool] = {}
+        self._encodes = False
         monkeypatch.setattr(OffloadMetrics, "stall_seconds", property(lambda metrics: self.total))
         monkeypatch.setattr(free_codec, "_total", self.took)
         monkeypatch.setattr(free_codec, "PEAK_TOLERANCE", 1.0)  # of so small tensors buffers are the most
 
-    def took(self, record: StepRecord) -> float:
-        return self.coded if self.encoded[id(record)] else 1.0
+    def took(self, _: object) -> float:
+        """How long the step took that has just ended."""
+        return self.coded if self._encodes else 1.0
 
     def step(self, runtime: Runtime) -> bool:
         """Take a step, and return whether it encodes."""
-        coded = runtime.engine.coding.rule is not None
+        coded = self._encodes = runtime.engine.coding.rule is not None
         before = runtime.statistics().offload.encoded_bytes
         with runtime.step():
             came = there_and_back(runtime, TENSORS)
             self.total += self.each
-            for record in runtime.engine.recorder._records.values():
-                self.encoded[id(record)] = coded
         assert all(torch.equal(bits(a), bits(b)) for a, b in zip(came, TENSORS, strict=True))
         encodes = runtime.statistics().offload.encoded_bytes > before
         assert encodes is coded
@@ -66,8 +66,8 @@ def test_steps_that_wait_are_tried_with_the_codec_in_turn(
 ) -> None:
     caplog.set_level(logging.INFO, "ssdtrain")
     runtime = make_runtime()
-    encoded = [waits.step(runtime) for _ in range(BEFORE + TRIAL + 3)]
-    assert encoded == [False] * BEFORE + [True, False] * (TRIAL // 2) + [True] * 3
+    encoded = [waits.step(runtime) for _ in range(BEFORE + len(TRIAL) + 3)]
+    assert encoded == [False] * BEFORE + [*TRIAL] + [True] * 3
     why = "forward and backward take 500.0 ms with it, 1000.0 without"
     assert runtime.offload.decisions() == f'offload.codec "auto": exact, because {why}'  # type: ignore[union-attr]
     assert caplog.text.count(why) == 1
@@ -78,17 +78,17 @@ def test_steps_that_wait_are_tried_with_the_codec_in_turn(
 def test_it_stays_only_where_steps_are_shorter(coded: float, waits: Waits, make_runtime: MakeRuntime) -> None:
     waits.coded = coded
     runtime = make_runtime()
-    assert not [waits.step(runtime) for _ in range(BEFORE + TRIAL + 2)][-2:].count(True)
+    assert not [waits.step(runtime) for _ in range(BEFORE + len(TRIAL) + 2)][-2:].count(True)
     assert "no codec" in runtime.offload.decisions()  # type: ignore[union-attr]
 
 
 def test_a_step_that_is_longer_in_one_pair_is_enough_to_leave_it(
     waits: Waits, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken = iter([0.5, 0.5, 1.1, 1.0, 1.0, 1.0])
-    monkeypatch.setattr(free_codec, "_total", lambda record: next(taken))
+    taken = iter([0.5, 1.0, 1.0, 0.5, 1.1, 1.0])
+    monkeypatch.setattr(free_codec, "_total", lambda _: next(taken))
     runtime = make_runtime()
-    assert not [waits.step(runtime) for _ in range(BEFORE + TRIAL + 1)][-1]
+    assert not [waits.step(runtime) for _ in range(BEFORE + len(TRIAL) + 1)][-1]
     assert "not in each pair" in runtime.offload.decisions()  # type: ignore[union-attr]
 
 
@@ -104,7 +104,7 @@ def test_a_higher_peak_is_not_taken_for_shorter_steps(
         return encode(region)
 
     monkeypatch.setattr(runtime.engine.coding, "encode", encode_in_much_memory)
-    assert not [waits.step(runtime) for _ in range(BEFORE + TRIAL + 1)][-1]
+    assert not [waits.step(runtime) for _ in range(BEFORE + len(TRIAL) + 1)][-1]
     assert "activations take" in runtime.offload.decisions()  # type: ignore[union-attr]
 
 
@@ -125,10 +125,10 @@ def test_it_is_asked_again(waits: Waits, make_runtime: MakeRuntime, monkeypatch:
     waits.each = 0.0
     assert not any(waits.step(runtime) for _ in range(BEFORE))
     waits.each = 1.0
-    assert [waits.step(runtime) for _ in range(rest + BEFORE + TRIAL + 1)][-1]
+    assert [waits.step(runtime) for _ in range(rest + BEFORE + len(TRIAL) + 1)][-1]
     waits.coded = 1.5
     assert all(waits.step(runtime) for _ in range(rest - 1))
-    assert sum(waits.step(runtime) for _ in range(TRIAL)) == TRIAL // 2
+    assert sum(waits.step(runtime) for _ in range(len(TRIAL))) == len(TRIAL) // 2
     assert not waits.step(runtime)
 
 
@@ -185,6 +185,64 @@ def test_that_no_step_ends_is_said_to_who_asked_for_it(
     text = runtime.offload.on_unended_step()  # type: ignore[union-attr]
     assert ("nothing is encoded" in text) is named
     assert "no codec, because no step ends" in runtime.offload.decisions()  # type: ignore[union-attr]
+
+
+def test_a_step_that_fails_with_it_ends_the_trial_and_one_without_it_does_not_count(
+    waits: Waits, make_runtime: MakeRuntime
+) -> None:
+    """Who catches that there is no memory and goes on has shorter steps with the codec: they have no backward."""
+    runtime = make_runtime()
+
+    def fail() -> None:
+        with pytest.raises(torch.OutOfMemoryError), runtime.step(), runtime.forward():
+            there_and_back(runtime, TENSORS)
+            raise torch.OutOfMemoryError("not of the engine")
+
+    for _ in range(BEFORE + 1):
+        waits.step(runtime)
+    assert runtime.engine.coding.rule is None
+    fail()
+    assert runtime.offload.decisions() == ""  # type: ignore[union-attr]
+    assert not waits.step(runtime) and runtime.engine.coding.rule is not None
+    fail()
+    assert "no codec, because a step with it has failed" in runtime.offload.decisions()  # type: ignore[union-attr]
+    assert not waits.step(runtime)
+
+
+@pytest.mark.parametrize("steps", range(BEFORE + len(TRIAL) + 2))
+def test_nothing_is_recorded_when_the_runtime_is_closed(
+    steps: int, waits: Waits, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The training may go on, with forwards that still come by the engine."""
+    monkeypatch.setattr(free_codec, "ASKED_AGAIN", 2)
+    runtime = make_runtime()
+    for _ in range(steps):
+        waits.step(runtime)
+    runtime.close()
+    for _ in range(5):
+        with runtime.step(), runtime.forward():
+            torch.ones(1, requires_grad=True).sin()
+    assert not runtime.engine.recorder.active and not runtime.engine.recorder._records
+
+
+def test_the_record_of_a_step_is_not_kept_until_the_trial_is_over(
+    waits: Waits, make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of many microbatches is large."""
+    taken: list[weakref.ref[StepRecord]] = []
+    runtime = make_runtime()
+    take = runtime.engine.recorder.take
+
+    def watched(user: str) -> StepRecord:
+        record = take(user)
+        taken.append(weakref.ref(record))
+        return record
+
+    monkeypatch.setattr(runtime.engine.recorder, "take", watched)
+    for _ in range(BEFORE + len(TRIAL) - 1):
+        waits.step(runtime)
+    gc.collect()
+    assert not [one for one in taken if one() is not None]
 
 
 @pytest.mark.parametrize("codec", ["exact", "int8"])

@@ -118,6 +118,21 @@ def test_sequences_of_other_lengths_are_no_shorter_steps(monkeypatch: pytest.Mon
         assert trial.over and engine.coding.rule is None
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_steps_of_two_kinds_in_turn_are_no_shorter_steps(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kind computes longer for a byte. Each is longer with the codec."""
+    longer = gpt(4, MiB, MiB / (4 * GB))
+    rule = CodecRule("bf16", (torch.uint8,), automatic=True, encode=FAST, decode=FAST)
+    with offloading(2.5, 1 / (5 * GB), rule, monkeypatch) as (machine, engine):
+        trial = CodecTrial(engine, rule)
+        for number in range(STEPS + 1):
+            train(machine, engine, LAYERS if number % 2 == first else longer, seed=number)
+            engine.drain()
+            trial.step_ended()
+        assert trial.over and engine.coding.rule is None
+        assert "forward and backward take" in trial.decision
+
+
 def test_a_plan_knows_what_encoding_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is no wait for transfers, which another plan could end, and no time of what computes anyway."""
     profiles = []
