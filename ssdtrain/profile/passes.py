@@ -12,6 +12,7 @@ what it spent on stores is then known from the host (`HostTime`), and the rest i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakKeyDictionary
 
@@ -181,6 +182,14 @@ class _RecordedPass:
         self.saved: RecordedTimestamp | None = None  # the end of its forward
         self.ended: RecordedTimestamp | None = None  # the end of its backward
 
+    def timestamps(self) -> Iterator[RecordedTimestamp]:
+        """Iterate over all that `times` reads, the last ones first."""
+        yield from filter(None, (self.ended, self.saved, self.began))
+        hooks: tuple[Sequence[_Use | _Hook], ...] = (self.uses, self.hooks)
+        for one in chain.from_iterable(map(reversed, hooks)):
+            yield one.ended
+            yield one.began
+
     def times(self) -> TapeTimes:
         """Raises TypeError where the device has not come to its end: ask `StepRecord.passed` first."""
         forward, nbytes, made, stored, storing = self._forward()
@@ -264,6 +273,10 @@ class _RecordedPass:
         return seconds, stalls, loading
 
 
+def _is_passed(one: _RecordedPass) -> bool:
+    return all(timestamp.seconds() is not None for timestamp in one.timestamps())
+
+
 def passed_at(timestamp: RecordedTimestamp) -> float:
     """Return the seconds of a timestamp that the device has passed."""
     seconds = timestamp.seconds()
@@ -287,8 +300,9 @@ class StepRecord:
         self._last: RecordedTimestamp | None = None
 
     def passed(self) -> bool:
-        """The device has come to the end of the step."""
-        return self._last is None or self._last.seconds() is not None
+        """The device has come to the end of the step, on each of its streams."""
+        # The last one first: it is nearly always the last of all, and asking for it costs little.
+        return self._last is None or (self._last.seconds() is not None and all(map(_is_passed, self._passes)))
 
     def passes(self) -> list[PassTimes]:
         """The passes, after `passed`."""

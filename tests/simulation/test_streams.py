@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ssdtrain.offload.tensors.tape import Tape
 from tests.simulation.streams import SIZE, Streams
 
 
@@ -67,3 +68,24 @@ def test_a_second_stream_waits_for_the_decoding_on_the_first(streams: Streams) -
     streams.check()
     assert streams.engine.snapshot().encoded_bytes == SIZE and bool(first.all()) and bool(second.all())
     assert streams.side.log[-1].start > busy_until
+
+
+def test_a_record_is_complete_when_all_streams_have_come_to_its_end(streams: Streams) -> None:
+    """The last tensor was saved on a stream that has little to do."""
+    engine = streams.engine
+    engine.recorder.request("codec", True)
+    streams.kernel(1.0)
+    tapes = []
+    for stream in (streams.compute, streams.side):
+        with streams.device.stream(stream):
+            tapes.append(Tape(len(tapes), 0))
+            engine.begin_forward(tapes[-1])
+            engine.pack(tapes[-1], streams.make(1))
+            engine.finish_forward(tapes[-1])
+    engine.drain()
+    record = engine.recorder.take("codec")
+    streams.machine.timeline.spend(0.5)
+    assert not record.passed()
+    streams.machine.timeline.spend(1.0)
+    assert record.passed()
+    assert [len(tape.regions) for tape in record.tapes()] == [1, 1]
