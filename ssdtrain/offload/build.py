@@ -16,6 +16,7 @@ from ssdtrain.config.units import MiB
 from ssdtrain.device import Device, device_for
 from ssdtrain.offload.engine import OffloadEngine
 from ssdtrain.offload.free_codec import free_codec, priced
+from ssdtrain.offload.functorch import without_modes
 from ssdtrain.offload.options import EngineOptions
 from ssdtrain.offload.policy import AmountPolicy, ModulePolicy, OffloadPolicy
 from ssdtrain.offload.transfer.coding import MASK, CodecRule
@@ -88,6 +89,9 @@ def build_engine(
                 buffer_limit = max(buffer, budget.share(local_world_size) - offload.host)
             elif prefetch is None:
                 prefetch = buffer // 2
+        with without_modes():  # as that of fake tensors: kernels run on what has memory
+            codec = _codec(offload, device, layer, untried=direct or planned)
+            warm_up(make_codec(MASK), device, [torch.bool])
         options = EngineOptions.of(
             offload,
             in_flight=in_flight,
@@ -100,9 +104,8 @@ def build_engine(
             by_cufile=direct,
             verified=offload.verify == "all",
             rank=rank,
-            codec=_codec(offload, device, layer, untried=direct or planned),
+            codec=codec,
         )
-        warm_up(make_codec(MASK), device, [torch.bool])
         return OffloadEngine(store, layer, device, _policy(offload, policy), options), store
     except BaseException:
         store.close()  # what is raised holds this frame, and with it the file and the threads

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ssdtrain.config import load_config
 from ssdtrain.offload import build, free_codec
@@ -143,6 +144,21 @@ def test_a_measurement_that_fails_is_a_warning(
     assert runtime.engine.options.codec is None
     assert "could not be measured: no memory for it" in caplog.text
     there_and_back(runtime, TENSORS)
+
+
+def test_what_is_measured_is_none_of_a_dispatch_mode(
+    make_runtime: MakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A runtime may be made under torch's fake tensors, whose memory a codec in C must not be given."""
+
+    class Refuses(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, *_: object) -> Any:
+            raise AssertionError(f"{function} came by the mode")
+
+    monkeypatch.setattr(free_codec, "_on_cpu", free_codec._on_cpu.__wrapped__)
+    with Refuses():
+        runtime = make_runtime()
+    assert runtime.engine.options.codec is not None
 
 
 @pytest.mark.parametrize(
