@@ -28,6 +28,9 @@ class CpuDevice:
     def copy_bandwidth(self) -> float:
         return host_copy_bandwidth()
 
+    def free_bytes(self) -> None:
+        return None
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         return uninitialised(nbytes, torch.device("cpu"))
 

@@ -95,6 +95,9 @@ class CudaDevice:
         self.link_bandwidth()  # together, since later there may be no memory for it
         return self._copies
 
+    def free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self.device)[0]
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         with on_stream(self._load_stream):
             return uninitialised(nbytes, self.device)

@@ -34,6 +34,9 @@ class Device(Protocol):
         """Bytes per second of a copy within the memory that tensors are in, measured at the first call, which blocks the host;
         None: not known."""
 
+    def free_bytes(self) -> int | None:
+        """Bytes of device memory that no process has; None: it is the host's."""
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         """Uninitialised bytes of the device (uint8), allocated on the load stream. See `ssdtrain.offload.transfer.targets`."""
 

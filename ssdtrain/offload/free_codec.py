@@ -12,7 +12,9 @@ the cheapest first:
    their peak of activation memory no higher? Of two neighbours the first has it, or the second, since steps may be of two kinds
    in turn, as of two sets of data.
 
-A step that an exception ends is not counted. With the codec it may have wanted for memory: then the trial is over.
+A payload lies beside its tensor for a while, and the peak of a trial may be higher. So there is none where the device has less
+memory free than activations take at their peak. A step that an exception ends is not counted. With the codec it may have wanted
+for memory: then the trial is over.
 
 They are asked again every `ASKED_AGAIN` steps, since a drive, a sequence length or another job may change the answer.
 
@@ -209,6 +211,11 @@ class CodecTrial:
             price = self._rule.encode + self._rule.decode
             if any(one.waited() <= one.nbytes * price for one in self._priced):
                 self.end(None, "transfers are waited for less than it would take")
+                return
+            free = engine.device.free_bytes()
+            if free is not None and free < peak:
+                why = f"a trial needs free device memory of the peak of activations, {size_text(peak)}"
+                self.end(None, f"{why}, and {size_text(free)} are free")
                 return
             self._trying, self._number, self._priced = True, 0, []
             engine.recorder.request("codec", True)

@@ -96,18 +96,44 @@ def test_the_peak_is_that_without_a_codec(gbps: float, tmp_path: Path) -> None:
     assert peak <= 1.02 * plain, f"{peak / MiB:.1f} MiB, {plain / MiB:.1f} without"
 
 
-def test_the_default_tries_it_and_changes_no_bit_and_no_peak(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are none of a GPU, and count for nothing here: peaks alone decide."""
     monkeypatch.setattr(kernels, "compiled", lambda: True)
     monkeypatch.setattr(free_codec, "_seconds", lambda *_: (1e-15, 1e-15))
     monkeypatch.setattr(free_codec, "PRICED_STEPS", 1)
     monkeypatch.setattr(free_codec, "MINIMUM_GAIN", -1e9)
     monkeypatch.setattr(CudaDevice, "link_bandwidth", lambda device: (1.0, 1.0))
+
+
+@pytest.mark.usefixtures("tried")
+def test_the_default_tries_it_and_changes_no_bit_and_no_peak(tmp_path: Path) -> None:
     steps = free_codec.UNTRIED_STEPS + 1 + len(free_codec.TRIAL) + 2
     with emulated_cuda.settings(delay_ms=0.0, h2d_gbps=0.5, d2h_gbps=0.5):
         plain, weights = trained("off", tmp_path, steps)
         peak, others = trained(None, tmp_path, steps)
     assert others == weights
     assert peak <= 1.02 * plain, f"{peak / MiB:.1f} MiB, {plain / MiB:.1f} without"
+
+
+@pytest.mark.usefixtures("tried")
+def test_there_is_no_trial_where_the_device_is_nearly_full(tmp_path: Path) -> None:
+    model = model_of("gpt", SHAPE).bfloat16()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    section = {"directories": str(tmp_path), "amount": "all", "min_bytes": "64KiB", "buffer": "256MiB"}
+    with (
+        emulated_cuda.settings(delay_ms=0.0, h2d_gbps=0.5, d2h_gbps=0.5),
+        ssdtrain.attach(model, {"offload": section, "report": {"interval": 0}}) as runtime,
+    ):
+        others = None
+        for step in range(free_codec.UNTRIED_STEPS + 2):
+            tokens = tokens_of(SHAPE, step, 0)
+            model(tokens, tokens).backward()
+            torch.cuda.synchronize()
+            optimizer.step()
+            optimizer.zero_grad()
+            if others is None:
+                free, _ = torch.cuda.mem_get_info()
+                others = torch.empty(free - 8 * MiB, dtype=torch.uint8, device="cuda")
+            assert runtime.engine.coding.rule is None
+        assert "are free" in runtime.offload.decisions()  # type: ignore[union-attr]

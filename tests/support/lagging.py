@@ -110,6 +110,9 @@ class LaggingDevice(CpuDevice):
     def copy_bandwidth(self) -> None:
         return None
 
+    def free_bytes(self) -> None:
+        return None
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         block = torch.empty(nbytes, dtype=torch.uint8)
         self._blocks.add(block)

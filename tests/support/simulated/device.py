@@ -239,6 +239,9 @@ class SimulatedDevice:
         self._copy(self._current, source, target, "clone", self.memory)
         return target
 
+    def free_bytes(self) -> None:
+        return None
+
     def load_target(self, nbytes: int) -> torch.Tensor:
         return self._allocate(nbytes, self.load)
 
