@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.support.processes import forked
+from tests.support.processes import DEVICE, forked
 
 Results = dict[str, list[Any]]
 
@@ -19,13 +19,14 @@ class Matrix:
     Args:
         module: ranks call its `main(DIRECTORY, NAME ...)` and write their results by name to `WORLD-RANK.json`.
         worlds: how many ranks a row or case has, by its name, in the order in which they are to run.
-        batch: the most rows that one start of ranks trains, few enough for the time limit of a test on a busy machine.
+        batch: the most rows that one start of ranks trains, few enough for the time limit of a test on a busy machine;
+            half as many on the emulated device, where a row takes longer.
     """
 
     def __init__(self, module: str, worlds: dict[str, int], batch: int) -> None:
         self._module = module
         self._worlds = worlds
-        self._batch = batch
+        self._batch = batch if DEVICE == "cpu" else batch // 2
         self.selected: set[str] = set()
         """Names of the rows and cases whose tests were selected; filled by conftest.py."""
         self._trained = functools.cache(self._train)
